@@ -1,0 +1,248 @@
+"""What a model's KV cache looks like: groups, block sizes, and the two numbers derived from them.
+
+A `Layout` is resolved once, on the side that decides; everyone else receives it. Pure: no I/O
+except `Layout.from_file`, no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierkv.errors import LayoutError
+
+
+class GroupKind(enum.StrEnum):
+    """How a group's blocks serve a hit (the rows of the reachability table, `tierkv.reach`)."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    RECURRENT = "recurrent"
+    SCRATCH = "scratch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Layers that share one block table.
+
+    name: unique within the layout.
+    block_tokens: tokens per block.
+    block_bytes: real bytes of one block, all layers of the group together, padding excluded.
+    padded_block_bytes: what the engine allocates for it (0: the same as `block_bytes`).
+    window_tokens: sliding window, counting the token itself; a token at position p attends to
+        positions `p - (window_tokens - 1) .. p`. Only for SLIDING_WINDOW.
+    extra_tokens: further tokens below the window that the engine keeps and reads. Only for
+        SLIDING_WINDOW.
+    """
+
+    name: str
+    kind: GroupKind
+    block_tokens: int
+    block_bytes: int
+    padded_block_bytes: int = 0
+    window_tokens: int = 0
+    extra_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        where = f"group {self.name!r}"
+        if not self.name:
+            raise LayoutError("a group has no name; write \"name\": \"...\" in every group")
+        if self.block_tokens < 1:
+            raise LayoutError(f"{where}: block_tokens is {self.block_tokens}; write 1 or more")
+        if self.block_bytes < 1:
+            raise LayoutError(f"{where}: block_bytes is {self.block_bytes}; write 1 or more")
+        if self.padded_block_bytes and self.padded_block_bytes < self.block_bytes:
+            raise LayoutError(
+                f"{where}: padded_block_bytes {self.padded_block_bytes} is below block_bytes "
+                f"{self.block_bytes}; leave it out where nothing is padded"
+            )
+        windowed = self.kind is GroupKind.SLIDING_WINDOW
+        if windowed and self.window_tokens < 1:
+            raise LayoutError(
+                f"{where}: window_tokens is {self.window_tokens}; a sliding window is 1 or more"
+            )
+        if self.extra_tokens < 0:
+            raise LayoutError(f"{where}: extra_tokens is {self.extra_tokens}; write 0 or more")
+        if not windowed and (self.window_tokens or self.extra_tokens):
+            raise LayoutError(
+                f"{where}: window_tokens and extra_tokens belong to kind 'sliding_window' only; "
+                f"this group is '{self.kind}'"
+            )
+
+    @property
+    def reusable(self) -> bool:
+        """Whether blocks of this group can ever serve a hit."""
+        return self.kind is not GroupKind.SCRATCH
+
+
+def _choice(value: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(value, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The group table with the hash unit and the hit alignment, resolved once.
+
+    hash_block_tokens: token granularity of the block-hash chain. 0 resolves it: one reusable
+        group: its block size; several: the GCD of their block sizes. An engine may say otherwise.
+    alignment_tokens: token granularity at which a hit can end. 0 resolves it: the LCM of the
+        reusable groups' block sizes.
+    Raises `LayoutError` in one line for anything that cannot be.
+    """
+
+    groups: tuple[Group, ...]
+    hash_block_tokens: int = 0
+    alignment_tokens: int = 0
+    _by_name: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        groups = self.groups
+        if not groups:
+            raise LayoutError("a layout needs at least one group; \"groups\" is empty")
+        names = [g.name for g in groups]
+        twice = {n for n in names if names.count(n) > 1}
+        if twice:
+            raise LayoutError(f"group name {min(twice)!r} is used twice; names must be unique")
+        sizes = [g.block_tokens for g in groups if g.reusable]
+        if not sizes:
+            raise LayoutError("no group is reusable: a layout of 'scratch' groups stores nothing")
+        unit = self.hash_block_tokens or math.gcd(*sizes)
+        alignment = self.alignment_tokens or math.lcm(*sizes)
+        for g in groups:
+            if g.reusable and g.block_tokens % unit:
+                raise LayoutError(
+                    f"group {g.name!r}: block_tokens {g.block_tokens} is not a multiple of "
+                    f"hash_block_tokens {unit}; set hash_block_tokens to {math.gcd(*sizes)}, or "
+                    "the group's kind to 'scratch' where its blocks are never reused"
+                )
+            if g.reusable and alignment % g.block_tokens:
+                raise LayoutError(
+                    f"group {g.name!r}: alignment_tokens {alignment} is not a multiple of "
+                    f"block_tokens {g.block_tokens}; set alignment_tokens to a multiple of "
+                    f"{math.lcm(*sizes)}"
+                )
+        object.__setattr__(self, "hash_block_tokens", unit)
+        object.__setattr__(self, "alignment_tokens", alignment)
+        object.__setattr__(self, "_by_name", {n: i for i, n in enumerate(names)})
+
+    def index_of(self, name: str) -> int:
+        """Position of the group called `name`; `LayoutError` with the nearest name otherwise."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            known = list(self._by_name)
+            raise LayoutError(
+                f"no group is called {name!r}{_choice(name, known)}; groups: {', '.join(known)}"
+            ) from None
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Real bytes per block, one entry a group."""
+        return tuple(g.block_bytes for g in self.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form that `from_dict` reads (DESIGN section 10)."""
+        out = []
+        for g in self.groups:
+            d: dict[str, Any] = {
+                "name": g.name,
+                "kind": str(g.kind),
+                "block_tokens": g.block_tokens,
+                "block_bytes": g.block_bytes,
+            }
+            for key in ("padded_block_bytes", "window_tokens", "extra_tokens"):
+                if getattr(g, key):
+                    d[key] = getattr(g, key)
+            out.append(d)
+        return {
+            "hash_block_tokens": self.hash_block_tokens,
+            "alignment_tokens": self.alignment_tokens,
+            "groups": out,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
+        """Build a layout from its JSON form; unknown keys and kinds are refused by name."""
+        known = ("hash_block_tokens", "alignment_tokens", "groups", "source", "name")
+        for key in data:
+            if key not in known:
+                raise LayoutError(
+                    f"layout: unknown key {key!r}{_choice(key, known)}; known: {', '.join(known)}"
+                )
+        raw = data.get("groups")
+        if not isinstance(raw, Sequence) or isinstance(raw, str) or not raw:
+            raise LayoutError('layout: "groups" must be a list with at least one group')
+        return cls(
+            tuple(_group(g, i) for i, g in enumerate(raw)),
+            _tokens(data, "hash_block_tokens", "layout"),
+            _tokens(data, "alignment_tokens", "layout"),
+        )
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Layout:
+        """Read a layout file (JSON); `LayoutError` names the file and what is wrong in it."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as exc:
+            raise LayoutError(f"layout file {path}: {exc.strerror}") from exc
+        except ValueError as exc:
+            raise LayoutError(f"layout file {path}: not JSON ({exc})") from exc
+        if not isinstance(data, dict):
+            raise LayoutError(f'layout file {path}: must be an object with "groups"')
+        try:
+            return cls.from_dict(data)
+        except LayoutError as exc:
+            raise LayoutError(f"layout file {path}: {exc}") from exc
+
+
+_GROUP_KEYS = (
+    "name",
+    "kind",
+    "block_tokens",
+    "block_bytes",
+    "padded_block_bytes",
+    "window_tokens",
+    "extra_tokens",
+)
+
+
+def _tokens(data: Mapping[str, Any], key: str, where: str) -> int:
+    value = data.get(key)
+    if value is None:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise LayoutError(f"{where}: {key} is {value!r}; write a whole number")
+    return value
+
+
+def _group(raw: Any, position: int) -> Group:
+    where = f"groups[{position}]"
+    if not isinstance(raw, Mapping):
+        raise LayoutError(f"{where}: must be an object")
+    for key in raw:
+        if key not in _GROUP_KEYS:
+            raise LayoutError(
+                f"{where}: unknown key {key!r}{_choice(key, _GROUP_KEYS)}; "
+                f"known: {', '.join(_GROUP_KEYS)}"
+            )
+    for key in ("name", "kind", "block_tokens", "block_bytes"):
+        if key not in raw:
+            raise LayoutError(f"{where}: {key!r} is missing")
+    kinds = [str(k) for k in GroupKind]
+    if raw["kind"] not in kinds:
+        raise LayoutError(
+            f"{where}: unknown kind {raw['kind']!r}{_choice(str(raw['kind']), kinds)}; "
+            f"kinds: {', '.join(kinds)}"
+        )
+    return Group(
+        name=str(raw["name"]),
+        kind=GroupKind(raw["kind"]),
+        **{k: _tokens(raw, k, where) for k in _GROUP_KEYS if k not in ("name", "kind")},
+    )

@@ -1,0 +1,110 @@
+"""What lies on media for every block: a 64-byte record that proves the payload.
+
+The record is made when a block is saved and checked whenever the block is read from a storage
+tier, on every path and for every backend, in one place (the mover). A backend stores record and
+payload together and returns both; it need not understand either.
+
+Layout of a record (little endian, 64 bytes):
+
+====== ===== ==========================================================================
+offset bytes field
+====== ===== ==========================================================================
+0      32    block hash
+32     2     group
+34     1     checksum algorithm (1: XXH3-64 of the payload, seeded by the key)
+35     1     codec (0: raw)
+36     4     record version and magic (0x544B5631, "TKV1")
+40     8     payload bytes before the codec
+48     8     payload bytes as stored
+56     8     checksum of the stored payload
+====== ===== ==========================================================================
+
+The seed is the first eight bytes of the hash xor the group, so that another block's payload,
+even of the same length, never verifies: a misplaced record is a miss, not foreign KV.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tierkv.blocks import HASH_BYTES, Keys
+
+RECORD_MAGIC: Final = 0x544B5631
+RECORD_BYTES: Final = 64
+RECORD_DTYPE: Final = np.dtype(
+    [
+        ("hash", f"V{HASH_BYTES}"),
+        ("group", "<u2"),
+        ("algorithm", "u1"),
+        ("codec", "u1"),
+        ("magic", "<u4"),
+        ("raw_bytes", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)
+assert RECORD_DTYPE.itemsize == RECORD_BYTES  # noqa: S101 - a wrong dtype must never be written
+
+Records = NDArray[np.void]
+"""RECORD_DTYPE[n]."""
+
+
+class Algorithm(enum.IntEnum):
+    """Checksum algorithms by the number that stands in the record."""
+
+    XXH3_64 = 1
+
+
+def seed_of(block_hash: bytes, group: int) -> int:
+    """The checksum's seed: binds a payload to its key."""
+    return int.from_bytes(block_hash[:8], "little") ^ group
+
+
+def checksum(payload: Any, block_hash: bytes, group: int) -> int:
+    """XXH3-64 of `payload` (any buffer), seeded by the key. Releases the GIL on large buffers."""
+    return xxhash.xxh3_64_intdigest(payload, seed=seed_of(block_hash, group))
+
+
+def blank(n: int) -> Records:
+    """n zeroed records; a zeroed record matches no key."""
+    return np.zeros(n, RECORD_DTYPE)
+
+
+def seal_sync(keys: Keys, payloads: list[memoryview]) -> Records:
+    """Records for `payloads`, one a key. Reads every byte: run it in a thread."""
+    records = blank(len(keys))
+    records["hash"] = np.frombuffer(keys.hashes, f"V{HASH_BYTES}")
+    records["group"] = keys.groups
+    records["algorithm"] = Algorithm.XXH3_64
+    records["magic"] = RECORD_MAGIC
+    nbytes = [p.nbytes for p in payloads]
+    records["raw_bytes"] = nbytes
+    records["stored_bytes"] = nbytes
+    records["checksum"] = np.fromiter(
+        (checksum(p, h, g) for p, (g, h) in zip(payloads, keys, strict=True)), np.uint64, len(keys)
+    )
+    return records
+
+
+def verify_sync(keys: Keys, records: Records, payloads: list[memoryview]) -> NDArray[np.bool_]:
+    """bool[n]: record names this key, this length, and the payload's checksum is right.
+
+    Reads every byte of payloads whose record matches: run it in a thread.
+    """
+    good = (
+        (records["magic"] == RECORD_MAGIC)
+        & (records["algorithm"] == Algorithm.XXH3_64)
+        & (records["group"] == keys.groups)
+        & (records["stored_bytes"] == np.fromiter((p.nbytes for p in payloads), np.uint64, len(keys)))
+    )
+    sums = records["checksum"].tolist()
+    hashes = records["hash"]
+    for i, (g, h) in enumerate(keys):
+        if good[i]:
+            good[i] = hashes[i].tobytes() == h and checksum(payloads[i], h, g) == sums[i]
+    return good

@@ -1,0 +1,64 @@
+"""The storage half as the deciding side sees it: commands go in, events come out, nothing blocks.
+
+Two implementations run the same `tierkv.mover.Mover`: `tierkv.mover.LocalStorage` on the caller's
+own loop, and `tierkv.keeper.KeeperClient` in a child process beside an engine's worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tierkv.blocks import Event, Move
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageConfig:
+    """Everything the storage half needs to open; plain data, so that it fits any wire.
+
+    url: the storage tier. "" means there is none: pinned RAM only.
+    namespace, namespace_text: digest (32 bytes) and readable form, this rank's.
+    arena_bytes: size of the arena; a multiple of 4096.
+    block_bytes: payload bytes per block of each group on this rank.
+    read_timeout_s, write_timeout_s: deadline of one move once it has started.
+    read_bytes_in_flight, write_bytes_in_flight: bounds of the I/O scheduler.
+    write_queue_bytes: saves that wait beyond this are DECLINED (throttled).
+    io_threads: size of the pool for checksums and for backends that want threads.
+    """
+
+    url: str
+    namespace: bytes
+    namespace_text: str
+    arena_bytes: int
+    block_bytes: tuple[int, ...]
+    rank: int = 0
+    data_parallel_rank: int = 0
+    read_timeout_s: float = 10.0
+    write_timeout_s: float = 30.0
+    read_bytes_in_flight: int = 64 << 20
+    write_bytes_in_flight: int = 64 << 20
+    write_queue_bytes: int = 1 << 30
+    io_threads: int = 4
+
+
+class StoragePort(Protocol):
+    """What the deciding side may ask of the storage half of one rank. Every call returns at once."""
+
+    def submit(self, move: Move) -> None:
+        """Start a move whose arena slots are ready. A `MoveDone` always follows, within a bound."""
+
+    def agree(self, retire_id: int) -> None:
+        """Answer a `Retire`: these blocks are promised to nobody any more."""
+
+    def rotate(self, epoch: int) -> None:
+        """Forget everything older, durably; moves of older epochs end DECLINED or MISSING."""
+
+    def poll(self) -> list[Event]:
+        """Everything that happened since the last call, in order."""
+
+    def on_event(self, wake: Callable[[], None] | None) -> None:
+        """Have `wake` called on the running asyncio loop when `poll` has something to give."""
+
+    def stats(self) -> dict[str, Any]:
+        """The latest counters and modes known, flat, JSON-able. Never waits for the other side."""
