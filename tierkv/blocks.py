@@ -7,7 +7,7 @@ are plain data: numpy columns and packed bytes, cheap to build, to slice and to 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -252,4 +252,46 @@ class TierDown:
     reason: str
 
 
-Event = MoveDone | MoveReleased | Retire | Recovered | TierDown
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The device side has copied a SAVE's pages into their arena slots (on one rank)."""
+
+    move_id: int
+
+
+Event = MoveDone | MoveReleased | Retire | Recovered | TierDown | Copied
+
+
+def pack_event(event: Event) -> tuple[Any, ...]:
+    """A tuple of ints, strings and bytes for any wire; `unpack_event` reads it."""
+    match event:
+        case MoveDone(move_id, outcomes, released):
+            return ("done", move_id, outcomes.tobytes(), released)
+        case MoveReleased(move_id):
+            return ("released", move_id)
+        case Retire(retire_id, keys):
+            return ("retire", retire_id, keys.groups.tobytes(), keys.hashes)
+        case Recovered(keys, epoch):
+            return ("recovered", keys.groups.tobytes(), keys.hashes, epoch)
+        case TierDown(reason):
+            return ("down", reason)
+        case Copied(move_id):
+            return ("copied", move_id)
+
+
+def unpack_event(data: Sequence[Any]) -> Event:
+    """Rebuild an event that `pack_event` wrote; `ValueError` for anything else."""
+    match data:
+        case ("done", int(move_id), bytes(outcomes), bool(released)):
+            return MoveDone(move_id, np.frombuffer(outcomes, np.uint8), released)
+        case ("released", int(move_id)):
+            return MoveReleased(move_id)
+        case ("retire", int(retire_id), bytes(groups), bytes(hashes)):
+            return Retire(retire_id, Keys(np.frombuffer(groups, np.uint16), hashes))
+        case ("recovered", bytes(groups), bytes(hashes), int(epoch)):
+            return Recovered(Keys(np.frombuffer(groups, np.uint16), hashes), epoch)
+        case ("down", str(reason)):
+            return TierDown(reason)
+        case ("copied", int(move_id)):
+            return Copied(move_id)
+    raise ValueError(f"not an event: {str(data)[:80]}")
