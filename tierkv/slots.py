@@ -1,0 +1,83 @@
+"""Where in the arena a block lies: a best-fit allocator over bytes that merges what is freed.
+
+Slots are as large as their block (rounded up to `ARENA_ALIGN`), not as large as the largest
+group's: a small tier holds as many small blocks as its bytes allow. Neighbors of one batch get
+neighboring slots where a hole is large enough, so that they are freed together and move in fewer
+vectors. Pure bookkeeping: no memory is touched here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from tierkv.blocks import slot_bytes
+
+
+class SlotAllocator:
+    """Hands out byte ranges of an arena of `capacity_bytes` (a multiple of `ARENA_ALIGN`)."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.free_bytes = capacity_bytes
+        self._length_at: dict[int, int] = {}
+        self._start_by_end: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
+        if capacity_bytes:
+            self._add_hole(0, capacity_bytes)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a slot for a block of `nbytes`, or None where no hole is large enough."""
+        need = slot_bytes(nbytes)
+        at = bisect_left(self._by_size, (need, -1))
+        if at == len(self._by_size):
+            return None
+        length, start = self._by_size.pop(at)
+        del self._length_at[start], self._start_by_end[start + length]
+        if length > need:
+            self._add_hole(start + need, length - need)
+        self.free_bytes -= need
+        return start
+
+    def allocate_run(self, sizes: Sequence[int]) -> list[int]:
+        """Offsets for blocks of `sizes`, in order, as many from the front as fit.
+
+        Where one hole takes them all they lie side by side.
+        """
+        total = sum(map(slot_bytes, sizes))
+        start = self.allocate(total) if total else None
+        offsets: list[int] = []
+        if start is not None:
+            for n in sizes:
+                offsets.append(start)
+                start += slot_bytes(n)
+            return offsets
+        for n in sizes:
+            offset = self.allocate(n)
+            if offset is None:
+                break
+            offsets.append(offset)
+        return offsets
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Give back the slot of a block of `nbytes`; merges with free neighbors."""
+        length = slot_bytes(nbytes)
+        self.free_bytes += length
+        before = self._start_by_end.get(offset)
+        if before is not None:
+            length += self._remove_hole(before)
+            offset = before
+        if offset + length in self._length_at:
+            length += self._remove_hole(offset + length)
+        self._add_hole(offset, length)
+
+    def _add_hole(self, start: int, length: int) -> None:
+        self._length_at[start] = length
+        self._start_by_end[start + length] = start
+        insort(self._by_size, (length, start))
+
+    def _remove_hole(self, start: int) -> int:
+        length = self._length_at.pop(start)
+        del self._start_by_end[start + length]
+        del self._by_size[bisect_left(self._by_size, (length, start))]
+        return length
