@@ -181,3 +181,41 @@ class SupportsSharedLookup(Protocol):
     async def probe(self, keys: Keys) -> NDArray[np.bool_]:
         """bool[n]: which keys the store has now, asked of the store itself."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorruptBlock:
+    """One block that `SupportsVerify.verify` could not prove.
+
+    namespace: the directory, prefix or name it was found under. group, hash_hex: its key.
+    where: file and byte offset, or what the backend calls a place. reason: in words.
+    """
+
+    namespace: str
+    group: int
+    hash_hex: str
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What reading a whole store showed: published blocks, their payload, and what failed."""
+
+    blocks: int
+    payload_bytes: int
+    corrupt: tuple[CorruptBlock, ...] = ()
+
+
+@runtime_checkable
+class SupportsVerify(Protocol):
+    """The store behind a URL can be read from outside, by `tierkv verify`."""
+
+    async def verify(self, progress: Callable[[int, int], None]) -> Verification:
+        """Read every published block of every namespace and prove it. Changes nothing.
+
+        Called on a backend that is made from a URL but not open. `progress(done, total)` counts
+        payload bytes and is called on the loop. Raises `StoreError` where nothing can be read at
+        all. Cancellation leaves nothing behind.
+        """
+        ...
