@@ -1,0 +1,1 @@
+"""Benchmarks. Each module runs alone (`python -m bench.NAME`) and prints what docs may quote."""
