@@ -23,7 +23,9 @@ class GroupKind(enum.StrEnum):
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
+    CHUNKED_LOCAL = "chunked_local"
     RECURRENT = "recurrent"
+    COMPRESSOR = "compressor"
     SCRATCH = "scratch"
 
 
@@ -35,10 +37,14 @@ class Group:
     block_tokens: tokens per block.
     block_bytes: real bytes of one block, all layers of the group together, padding excluded.
     padded_block_bytes: what the engine allocates for it (0: the same as `block_bytes`).
-    window_tokens: sliding window, counting the token itself; a token at position p attends to
-        positions `p - (window_tokens - 1) .. p`. Only for SLIDING_WINDOW.
-    extra_tokens: further tokens below the window that the engine keeps and reads. Only for
-        SLIDING_WINDOW.
+    window_tokens: SLIDING_WINDOW: the window, counting the token itself; a token at position p
+        attends to positions `p - (window_tokens - 1) .. p`. COMPRESSOR: tokens that one
+        compressed entry reads, `ratio` of them new.
+    extra_tokens: SLIDING_WINDOW only: further tokens below the window that the engine keeps.
+    chunk_tokens: CHUNKED_LOCAL only: a token attends to its own chunk of this many tokens.
+    ratio: COMPRESSOR only: tokens per compressed entry.
+    draft: the group is looked up one block further than the hit (EAGLE, MTP). The mark is shared,
+        see `Layout.lookahead_blocks`.
     """
 
     name: str
@@ -48,11 +54,14 @@ class Group:
     padded_block_bytes: int = 0
     window_tokens: int = 0
     extra_tokens: int = 0
+    chunk_tokens: int = 0
+    ratio: int = 0
+    draft: bool = False
 
     def __post_init__(self) -> None:
         where = f"group {self.name!r}"
         if not self.name:
-            raise LayoutError("a group has no name; write \"name\": \"...\" in every group")
+            raise LayoutError('a group has no name; write "name": "..." in every group')
         if self.block_tokens < 1:
             raise LayoutError(f"{where}: block_tokens is {self.block_tokens}; write 1 or more")
         if self.block_bytes < 1:
@@ -62,23 +71,38 @@ class Group:
                 f"{where}: padded_block_bytes {self.padded_block_bytes} is below block_bytes "
                 f"{self.block_bytes}; leave it out where nothing is padded"
             )
-        windowed = self.kind is GroupKind.SLIDING_WINDOW
-        if windowed and self.window_tokens < 1:
+        self._check_geometry(where)
+
+    def _check_geometry(self, where: str) -> None:
+        allowed = _GEOMETRY.get(self.kind, ())
+        for key in ("window_tokens", "extra_tokens", "chunk_tokens", "ratio"):
+            value = getattr(self, key)
+            if value and key not in allowed:
+                kinds = [str(k) for k, keys in _GEOMETRY.items() if key in keys]
+                raise LayoutError(
+                    f"{where}: {key} belongs to kind {' or '.join(map(repr, kinds))}; "
+                    f"this group is {str(self.kind)!r}, leave it out"
+                )
+            least = 0 if key == "extra_tokens" or key not in allowed else 1
+            if value < least:
+                raise LayoutError(f"{where}: {key} is {value}; write {least} or more")
+        if self.kind is GroupKind.COMPRESSOR and self.window_tokens < self.ratio:
             raise LayoutError(
-                f"{where}: window_tokens is {self.window_tokens}; a sliding window is 1 or more"
-            )
-        if self.extra_tokens < 0:
-            raise LayoutError(f"{where}: extra_tokens is {self.extra_tokens}; write 0 or more")
-        if not windowed and (self.window_tokens or self.extra_tokens):
-            raise LayoutError(
-                f"{where}: window_tokens and extra_tokens belong to kind 'sliding_window' only; "
-                f"this group is '{self.kind}'"
+                f"{where}: window_tokens {self.window_tokens} is below ratio {self.ratio}; "
+                "an entry reads at least its own tokens, write window_tokens >= ratio"
             )
 
     @property
     def reusable(self) -> bool:
         """Whether blocks of this group can ever serve a hit."""
         return self.kind is not GroupKind.SCRATCH
+
+
+_GEOMETRY: Mapping[GroupKind, tuple[str, ...]] = {
+    GroupKind.SLIDING_WINDOW: ("window_tokens", "extra_tokens"),
+    GroupKind.CHUNKED_LOCAL: ("chunk_tokens",),
+    GroupKind.COMPRESSOR: ("window_tokens", "ratio"),
+}
 
 
 def _choice(value: str, known: Sequence[str]) -> str:
@@ -105,7 +129,7 @@ class Layout:
     def __post_init__(self) -> None:
         groups = self.groups
         if not groups:
-            raise LayoutError("a layout needs at least one group; \"groups\" is empty")
+            raise LayoutError('a layout needs at least one group; "groups" is empty')
         names = [g.name for g in groups]
         twice = {n for n in names if names.count(n) > 1}
         if twice:
@@ -147,6 +171,17 @@ class Layout:
         """Real bytes per block, one entry a group."""
         return tuple(g.block_bytes for g in self.groups)
 
+    @property
+    def lookahead_blocks(self) -> tuple[int, ...]:
+        """Blocks beyond the hit that its lookup needs: 1 for draft groups, else 0; one a group.
+
+        Groups of equal kind, block size and window share one lookup in an engine, so a mark on one
+        is a mark on all of them. Recurrent and scratch groups have no look-ahead.
+        """
+        marked = {_lookup_class(g) for g in self.groups if g.draft}
+        never = (GroupKind.RECURRENT, GroupKind.SCRATCH)
+        return tuple(int(g.kind not in never and _lookup_class(g) in marked) for g in self.groups)
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that `from_dict` reads (DESIGN section 10)."""
         out = []
@@ -157,7 +192,7 @@ class Layout:
                 "block_tokens": g.block_tokens,
                 "block_bytes": g.block_bytes,
             }
-            for key in ("padded_block_bytes", "window_tokens", "extra_tokens"):
+            for key in _GROUP_KEYS[4:]:
                 if getattr(g, key):
                     d[key] = getattr(g, key)
             out.append(d)
@@ -210,7 +245,14 @@ _GROUP_KEYS = (
     "padded_block_bytes",
     "window_tokens",
     "extra_tokens",
+    "chunk_tokens",
+    "ratio",
+    "draft",
 )
+
+
+def _lookup_class(group: Group) -> tuple[GroupKind, int, int, int, int]:
+    return (group.kind, group.block_tokens, group.window_tokens, group.chunk_tokens, group.ratio)
 
 
 def _tokens(data: Mapping[str, Any], key: str, where: str) -> int:
@@ -241,8 +283,12 @@ def _group(raw: Any, position: int) -> Group:
             f"{where}: unknown kind {raw['kind']!r}{_choice(str(raw['kind']), kinds)}; "
             f"kinds: {', '.join(kinds)}"
         )
+    draft = raw.get("draft", False)
+    if not isinstance(draft, bool):
+        raise LayoutError(f"{where}: draft is {draft!r}; write true or false")
     return Group(
         name=str(raw["name"]),
         kind=GroupKind(raw["kind"]),
-        **{k: _tokens(raw, k, where) for k in _GROUP_KEYS if k not in ("name", "kind")},
+        draft=draft,
+        **{k: _tokens(raw, k, where) for k in _GROUP_KEYS if k not in ("name", "kind", "draft")},
     )
