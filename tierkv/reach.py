@@ -41,6 +41,8 @@ from tierkv.layout import Group, GroupKind, Layout
 Ranges = NDArray[np.int64]
 """int64[k, 2]: sorted, disjoint, non-touching, non-empty half-open ranges of block indices."""
 
+_NO_RANGES: Ranges = np.empty((0, 2), np.int64)
+
 Present = Callable[[int, int], bool]
 """``present(group index, block index)``: whether the block could be loaded now."""
 
@@ -54,7 +56,6 @@ class _Row(NamedTuple):
     chunk_tokens: int
     """0, or the hit reads `[floor(b / chunk) * chunk, b)`."""
     ahead_blocks: int
-    used: bool
 
 
 _EVERYTHING = -1
@@ -88,14 +89,12 @@ def _back_tokens(layout: Layout, index: int, group: Group) -> int:
 @functools.lru_cache(maxsize=64)
 def _rows(layout: Layout) -> tuple[_Row, ...]:
     return tuple(
-        _Row(g.block_tokens, _back_tokens(layout, i, g), g.chunk_tokens, ahead, g.reusable)
+        _Row(g.block_tokens, _back_tokens(layout, i, g), g.chunk_tokens, ahead)
         for i, (g, ahead) in enumerate(zip(layout.groups, layout.lookahead_blocks, strict=True))
     )
 
 
 def _need(row: _Row, boundary: int) -> tuple[int, int]:
-    if not row.used:
-        return 0, 0
     if row.chunk_tokens:
         low = boundary // row.chunk_tokens * row.chunk_tokens
     elif row.back_tokens == _EVERYTHING:
@@ -298,8 +297,11 @@ def keep_between(
 
     Count as computed only tokens that are final: not the drafted ones that may be taken back.
     """
+    ahead, step = lookahead_tokens(layout), layout.alignment_tokens
+    if max(0, upto_tokens - ahead) // step <= max(0, after_tokens - ahead) // step:
+        return [_NO_RANGES] * len(layout.groups)  # most decode steps pass no boundary at all
     at = boundaries(layout, policy, known_tokens, produced, junctions=junctions)
-    ready = at + lookahead_tokens(layout)
+    ready = at + ahead
     new = at[(ready > after_tokens) & (ready <= upto_tokens)]
     old = at[ready <= after_tokens]
     # `need` moves only forward with the boundary, so the last old one bounds them all.
@@ -318,12 +320,9 @@ def _without_before(ranges: Ranges, row: _Row, previous: int) -> Ranges:
     return clipped
 
 
-_NO_RANGES: Ranges = np.empty((0, 2), np.int64)
-
-
 def _union(row: _Row, at: NDArray[np.int64]) -> Ranges:
     """The union of one group's needs at the ascending boundaries `at`."""
-    if not row.used or not len(at):
+    if not len(at):
         return _NO_RANGES
     if row.back_tokens == _EVERYTHING:
         return np.array([_need(row, int(at[-1]))], dtype=np.int64)
@@ -372,9 +371,9 @@ def longest_hit(
     rows = _rows(layout)
     # Full groups first: each needs a prefix, so they bound the answer with one walk each.
     for g, row in enumerate(rows):
-        if top > local_tokens and row.used and row.back_tokens == _EVERYTHING:
+        if top > local_tokens and row.back_tokens == _EVERYTHING:
             top = _prefix_bound(g, row, top, step, local_tokens, present)
-    tails = [(g, r) for g, r in enumerate(rows) if r.used and r.back_tokens != _EVERYTHING]
+    tails = [(g, r) for g, r in enumerate(rows) if r.back_tokens != _EVERYTHING]
     return _highest_with_tails(tails, top, step, local_tokens, present)
 
 

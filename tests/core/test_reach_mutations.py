@@ -1,0 +1,175 @@
+"""Small faults planted in `reach` must be seen by the law, or the law proves nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.oracle import Block, Oracle
+from tierkv import reach
+from tierkv.layout import Group, GroupKind, Layout
+
+SOURCE = Path(reach.__file__).read_text()
+
+MUTATIONS = {
+    "a window one token short": (
+        "group.window_tokens - 1 + group",
+        "group.window_tokens - 2 + group",
+    ),
+    "a window one token long": ("group.window_tokens - 1 + group", "group.window_tokens + group"),
+    "retained tokens are forgotten": (" + group.extra_tokens", ""),
+    "a compressor is always its window": ("1 if falls_back_to_window(layout, index) else", "1 or"),
+    "a compressor is never its window": (
+        "kept = 1 if falls_back",
+        "kept = group.ratio if falls_back",
+    ),
+    "a state is a run of two": ("return group.block_tokens", "return 2 * group.block_tokens"),
+    "a chunk is a window": (
+        "boundary // row.chunk_tokens * row.chunk_tokens",
+        "boundary - row.chunk_tokens",
+    ),
+    "the look-ahead block is forgotten": (
+        "layout.lookahead_blocks, strict",
+        "[0] * len(layout.groups), strict",
+    ),
+    "a look-ahead for every group": (
+        "layout.lookahead_blocks, strict",
+        "[1] * len(layout.groups), strict",
+    ),
+    "a look-ahead beyond the known tokens": (
+        "known_tokens - lookahead_tokens(layout))\n    if max_boundary",
+        "known_tokens)\n    if max_boundary",
+    ),
+    "the last token is not computed again": (
+        "min(known_tokens - 1, known",
+        "min(known_tokens, known",
+    ),
+    "scratch vetoes and is stored": (
+        "GroupKind.SCRATCH:\n            return 0",
+        "GroupKind.SCRATCH:\n            return 1",
+    ),
+    "the whole prompt's last boundary is lost": ("(1, last + 1, dtype", "(1, last, dtype"),
+    "end forgets the same prompt again": (
+        "min(last, max(0, known_tokens - 1) // step), last]",
+        "last]",
+    ),
+    "end forgets the longer prompt": ("// step), last]", "// step)]"),
+    "states that were never made are kept": ("kept[np.isin(kept, at)]", "kept"),
+    "touching ranges are lost": ("first[1:] > end[:-1]", "first[1:] >= end[:-1] + 9"),
+    "a candidate is jumped over": (
+        "limit // step * step\n    return 0",
+        "(limit // step - 1) * step\n    return 0",
+    ),
+    "the jump goes too far": ("missing - row.ahead_blocks) *", "missing - 1 - row.ahead_blocks) *"),
+    "a full group's prefix may have a hole": (
+        "while block < end and present",
+        "while block < end and block + 1 and (block == 2) | present",
+    ),
+    "the first blocks of a step are lost": ("ready > after_tokens)", "ready > after_tokens + 1)"),
+    "a step offers what an earlier one did": ("if not previous or", "if True or"),
+    "a step offers blocks it has not computed": ("ready = at + ahead", "ready = at"),
+}
+
+
+def mutant(old: str, new: str) -> Any:
+    assert SOURCE.count(old) >= 1, f"the planted fault no longer fits the source: {old!r}"
+    module = types.ModuleType("reach_mutant")
+    sys.modules["reach_mutant"] = module
+    exec(compile(SOURCE.replace(old, new), "reach_mutant.py", "exec"), module.__dict__)
+    return module
+
+
+def layouts() -> Iterator[Layout]:
+    """A fixed list: every kind alone and in company, marked and not."""
+
+    def group(
+        name: str, kind: GroupKind, block: int, draft: bool = False, **geometry: int
+    ) -> Group:
+        return Group(
+            name=name, kind=kind, block_tokens=block, block_bytes=1, draft=draft, **geometry
+        )
+
+    full = group("full", GroupKind.FULL, 4)
+    tails = [
+        group("win", GroupKind.SLIDING_WINDOW, 2, window_tokens=5),
+        group("wide", GroupKind.SLIDING_WINDOW, 2, window_tokens=13, extra_tokens=2),
+        group("one", GroupKind.SLIDING_WINDOW, 2, window_tokens=1, draft=True),
+        group("chunk", GroupKind.CHUNKED_LOCAL, 2, chunk_tokens=6),
+        group("state", GroupKind.RECURRENT, 4),
+        group("csa", GroupKind.COMPRESSOR, 2, window_tokens=4, ratio=2),
+        group("odd", GroupKind.COMPRESSOR, 2, window_tokens=6, ratio=3),
+        group("fulldraft", GroupKind.FULL, 2, draft=True),
+        group("scratch", GroupKind.SCRATCH, 1, draft=True),
+    ]
+    yield Layout((full,))
+    for tail in tails:
+        yield Layout((full, tail))
+        if tail.reusable:
+            yield Layout((tail,))
+    for first, second in itertools.pairwise(tails):
+        yield Layout((full, first, second))
+
+
+def check_law(r: Any) -> None:
+    """Both halves of the law, and cuts into steps, for the fixed layouts."""
+    for layout in layouts():
+        oracle = Oracle.of(layout)
+        for known in (3, 4, 8, 9, 17, 21):
+            for policy in ("dense", "end", "interval:8"):
+                for produced in (None, frozenset({8, 16})):
+                    check_prompt(r, layout, oracle, known, policy, produced)
+
+
+def check_prompt(
+    r: Any,
+    layout: Layout,
+    oracle: Oracle,
+    known: int,
+    policy: str,
+    produced: frozenset[int] | None,
+) -> None:
+    parsed = r.Policy.parse(policy)
+    stored = blocks(r.keep(layout, parsed, known, produced))
+    assert stored == oracle.store(oracle.kept_boundaries(policy, known, produced))
+    seen: set[Block] = set()
+    for after, upto in ((0, known // 2), (known // 2, known - 1), (known - 1, known)):
+        new = blocks(r.keep_between(layout, parsed, after, upto, known, produced))
+        assert not new & seen
+        assert all((i + 1) * layout.groups[g].block_tokens <= upto for g, i in new)
+        seen |= new
+    assert seen == stored
+    whole = oracle.everything(known + 4)
+    for shorter in (known - 1, known):  # another prompt stored more than this one knows
+        ours = r.longest_hit(layout, shorter, lambda g, i: (g, i) in whole)
+        assert ours == oracle.hit(shorter, whole)
+    rng = random.Random(known)
+    for known_later in (known, known + 4):
+        for lost in (set(), set(rng.sample(sorted(stored), len(stored) // 3))):
+            have = stored - lost
+            ours = r.longest_hit(layout, known_later, lambda g, i, h=have: (g, i) in h)
+            assert ours == oracle.hit(known_later, have)
+
+
+def blocks(ranges: list[Any]) -> set[Block]:
+    for rows in ranges:
+        flat = rows.reshape(-1).tolist()
+        assert all(low < high for low, high in itertools.pairwise(flat))
+    return {(g, i) for g, rows in enumerate(ranges) for a, b in rows.tolist() for i in range(a, b)}
+
+
+def test_the_unchanged_source_passes_the_quick_law() -> None:
+    check_law(mutant("import enum", "import enum"))
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_law_turns_red_when(name: str) -> None:
+    module = mutant(*MUTATIONS[name])
+    with pytest.raises(AssertionError):
+        check_law(module)
