@@ -43,7 +43,7 @@ class Tier(enum.IntEnum):
 
 
 class Index:
-    """Columns over rows. `group`, `pinned`, `tier`, `offset`, `leases`, … are arrays of `capacity`."""
+    """Columns over rows: `group`, `pinned`, `tier`, `offset`, `leases`, … are arrays."""
 
     _COLUMNS: Final = (
         ("group", np.uint16),
@@ -131,10 +131,14 @@ class Index:
 
     def forget(self, row: int) -> None:
         """Make the key unknown at once; the row itself stays until `reap`."""
+        if self.is_known(row):
+            del self._row_of[int(self.group[row])][self._hash[row] or b""]
+
+    def is_known(self, row: int) -> bool:
+        """Whether the row's key still leads to it."""
         block_hash = self._hash[row]
         table = self._row_of[int(self.group[row])]
-        if block_hash is not None and table.get(block_hash) == row:
-            del table[block_hash]
+        return block_hash is not None and table.get(block_hash) == row
 
     def reap(self, row: int) -> None:
         """Give a row back once nothing refers to it: absent everywhere and not leased."""

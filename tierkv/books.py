@@ -1,0 +1,127 @@
+"""State that the deciding half shares: index, room, epoch, counters, commands to the ranks.
+
+`tierkv.ledger` is the door; `tierkv.flights` and `tierkv.holdings` are its two departments. Nobody
+else writes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.blocks import Keys, Move, MoveKind, planned_move
+from tierkv.index import Index, Rows
+from tierkv.layout import Layout
+from tierkv.room import Room
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Tell this rank that its retirement is agreed."""
+
+    rank: int
+    retire_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rotate:
+    """Tell every rank that everything older than this epoch is void."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Submit:
+    """Give this move to one rank (None: to all). It has no device side."""
+
+    rank: int | None
+    move: Move
+
+
+Command = Agree | Rotate | Submit
+
+COUNTERS: Final = (
+    "lookups",
+    "hits",
+    "hit_tokens",
+    "hit_blocks",
+    "hit_bytes",
+    "saved_blocks",
+    "saved_bytes",
+    "stored_blocks",
+    "stored_bytes",
+    "failed_save_blocks",
+    "declined_blocks",
+    "skipped_blocks",
+    "skipped_bytes",
+    "loaded_blocks",
+    "loaded_bytes",
+    "load_missing_blocks",
+    "load_corrupt_blocks",
+    "load_failed_blocks",
+    "load_timed_out_blocks",
+    "lost_blocks",
+    "evicted_tier_bytes",
+    "retired_blocks",
+    "recovered_blocks",
+    "promises_expired",
+    "pending_given_up",
+    "tier_down",
+    "rotations",
+)
+"""Names of the monotonic counters; units are in the names."""
+
+
+class Books:
+    """See the module. `epoch` counts rotations; `capacity_version` changes when room was made."""
+
+    def __init__(
+        self, layout: Layout, *, arena_bytes: int, ranks: int, clock: Callable[[], float]
+    ) -> None:
+        self.layout = layout
+        self.ranks = ranks
+        self.clock = clock
+        self.epoch = 0
+        self.capacity_version = 0
+        self.index = Index(len(layout.groups))
+        self.room = Room(self.index, layout.block_bytes, arena_bytes)
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.commands: list[Command] = []
+        self._payload: NDArray[np.int64] = np.array(layout.block_bytes, np.int64)
+        self._tick = 0
+        self._last_id = 0
+
+    def new_id(self) -> int:
+        """The id of the next move; never 0."""
+        self._last_id += 1
+        return self._last_id
+
+    def touch(self, rows: Rows) -> None:
+        """These rows are used now, together."""
+        self._tick += 1
+        self.index.tick[rows] = self._tick
+
+    def payload_bytes(self, rows: Rows) -> int:
+        """Real bytes of these rows' blocks together."""
+        return int(self._payload[self.index.group[rows]].sum())
+
+    def count(self, what: str, rows: Rows) -> None:
+        """Add rows to the counters `<what>_blocks` and `<what>_bytes`."""
+        self.counters[f"{what}_blocks"] += len(rows)
+        self.counters[f"{what}_bytes"] += self.payload_bytes(rows)
+
+    def freed(self, rows: Rows) -> None:
+        """Leases ended or residency went: give back rows that nothing refers to."""
+        self.capacity_version += 1
+        for row in rows.tolist():
+            self.room.drop_if_free(row)
+
+    def order_delete(self, keys: Keys, rank: int | None = None) -> None:
+        """Have ranks forget keys in their tiers; nobody waits for the answer."""
+        if len(keys):
+            move = planned_move(self.new_id(), MoveKind.DELETE, keys, epoch=self.epoch)
+            self.commands.append(Submit(rank, move))

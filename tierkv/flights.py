@@ -1,0 +1,170 @@
+"""Moves in flight: who still has to answer, and what the answers make of residency.
+
+A flight ends in two steps. When every rank has answered, residency follows the worst of the
+answers. When nothing touches the slots any more, leases end and slots with undefined contents
+come back. Between the two such slots belong to nobody: that is the quarantine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.blocks import Move, MoveKind, Outcome
+from tierkv.books import Books
+from tierkv.index import NO_SLOT, Pinned, Rows, Tier
+
+_COUNTED = (Outcome.MISSING, Outcome.CORRUPT, Outcome.FAILED, Outcome.TIMED_OUT)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    move: Move
+    rows: Rows
+    copies_due: set[int]
+    answers_due: set[int]
+    bad: NDArray[np.bool_]
+    gone: NDArray[np.bool_]
+    unreleased: set[int] = field(default_factory=set)
+    quarantined: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def open(self) -> bool:
+        return bool(self.copies_due or self.answers_due)
+
+
+class Flights:
+    """Every save and load that some rank has not finished with.
+
+    save_bytes, load_bytes: bytes of the arena that saves hold, and that promised or running loads
+    are filling.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._by_id: dict[int, _Flight] = {}
+        self.save_bytes = 0
+        self.load_bytes = 0
+
+    def __len__(self) -> int:
+        """Moves that some rank has not answered yet; quarantined slots do not count."""
+        return sum(f.open for f in self._by_id.values())
+
+    def saves(self) -> set[int]:
+        """Ids of saves that are not stored yet."""
+        return {i for i, f in self._by_id.items() if f.open and f.move.kind is MoveKind.SAVE}
+
+    def start(self, move: Move, rows: Rows, *, copies: bool) -> None:
+        """Every rank owes an answer, and with `copies` word of the device copy first.
+
+        The rows' leases are the caller's gift: this flight ends them.
+        """
+        everyone = set(range(self._books.ranks))
+        blank = np.zeros(len(rows), np.bool_)
+        if move.kind is MoveKind.SAVE:
+            self.save_bytes += self._books.room.slot_bytes(rows)
+        self._by_id[move.id] = _Flight(
+            move, rows, set(everyone) if copies else set(), everyone, blank, blank.copy()
+        )
+
+    def copied(self, rank: int, move_id: int) -> None:
+        """A rank's device copy is in place; with the last one the blocks are pinned."""
+        flight = self._by_id.get(move_id)
+        if flight is None or rank not in flight.copies_due:
+            return
+        flight.copies_due.discard(rank)
+        index = self._books.index
+        if not flight.copies_due:
+            index.pinned[flight.rows[index.pinned[flight.rows] == Pinned.FILLING]] = Pinned.RESIDENT
+
+    def done(
+        self,
+        rank: int,
+        move_id: int,
+        outcomes: NDArray[np.uint8],
+        *,
+        released: bool,
+        tier_is_up: bool,
+    ) -> None:
+        """A rank's answer; the last one settles residency."""
+        flight = self._by_id.get(move_id)
+        if flight is None or rank not in flight.answers_due:
+            return
+        flight.answers_due.discard(rank)
+        if not released:
+            flight.unreleased.add(rank)
+        flight.bad |= outcomes != Outcome.DONE
+        flight.gone |= (outcomes == Outcome.MISSING) | (outcomes == Outcome.CORRUPT)
+        if flight.move.kind is MoveKind.LOAD:
+            for outcome in _COUNTED:
+                name = f"load_{outcome.name.lower()}_blocks"
+                self._books.counters[name] += int((outcomes == outcome).sum())
+        if not flight.answers_due:
+            if flight.move.kind is MoveKind.SAVE:
+                self._settle_save(flight, tier_is_up=tier_is_up)
+            else:
+                self._settle_load(flight)
+            self._land(flight)
+
+    def released(self, rank: int, move_id: int) -> None:
+        """A rank no longer touches the slots of a move that it had answered too early for that."""
+        flight = self._by_id.get(move_id)
+        if flight is not None:
+            flight.unreleased.discard(rank)
+            self._land(flight)
+
+    def _settle_save(self, flight: _Flight, *, tier_is_up: bool) -> None:
+        books, index, rows = self._books, self._books.index, flight.rows
+        if flight.copies_due:
+            # A rank ended the move without a copy: nothing in these slots may be promised.
+            flight.copies_due.clear()
+            self._quarantine(flight, rows[index.pinned[rows] == Pinned.FILLING])
+        writing = index.tier[rows] == Tier.WRITING
+        stored = writing & ~flight.bad
+        index.tier[rows[stored]] = Tier.RESIDENT if tier_is_up else Tier.SUSPENDED
+        index.tier[rows[writing & flight.bad]] = Tier.ABSENT
+        books.count("stored", rows[stored])
+        books.counters["failed_save_blocks"] += int((writing & flight.bad).sum())
+
+    def _settle_load(self, flight: _Flight) -> None:
+        books, index, rows = self._books, self._books.index, flight.rows
+        incoming = flight.move.from_tier
+        index.pinned[rows[incoming & ~flight.bad]] = Pinned.RESIDENT
+        index.read[rows[~flight.bad]] = 1
+        index.tier_leases[rows[incoming]] -= 1
+        self.load_bytes -= books.room.slot_bytes(rows[incoming])
+        self._lose(rows[incoming & flight.gone])
+        self._quarantine(flight, rows[incoming & flight.bad])
+        books.count("loaded", rows[~flight.bad])
+
+    def _lose(self, rows: Rows) -> None:
+        """Some rank has lost these blocks: nobody may be promised them from the tier."""
+        books = self._books
+        books.index.tier[rows] = Tier.ABSENT
+        books.counters["lost_blocks"] += len(rows)
+        if books.ranks > 1:
+            books.order_delete(books.index.keys_of(rows))
+
+    def _quarantine(self, flight: _Flight, rows: Rows) -> None:
+        """Take slots with undefined contents away from their rows until nobody writes them."""
+        index = self._books.index
+        for row in rows.tolist():
+            nbytes = self._books.layout.groups[int(index.group[row])].block_bytes
+            flight.quarantined.append((int(index.offset[row]), nbytes))
+            index.offset[row] = NO_SLOT
+            index.pinned[row] = Pinned.ABSENT
+
+    def _land(self, flight: _Flight) -> None:
+        """Nothing touches the slots any more: leases end and quarantined slots come back."""
+        if flight.open or flight.unreleased:
+            return
+        books = self._books
+        del self._by_id[flight.move.id]
+        for offset, nbytes in flight.quarantined:
+            books.room.slots.free(offset, nbytes)
+        books.index.leases[flight.rows] -= 1
+        if flight.move.kind is MoveKind.SAVE:
+            self.save_bytes -= books.room.slot_bytes(flight.rows)
+        books.freed(flight.rows)

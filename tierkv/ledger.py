@@ -1,0 +1,446 @@
+"""The side that decides, whole: one door to what is resident, for any number of ranks.
+
+The ledger plans with `tierkv.planner`, claims slots, leases what it promises, makes the moves, and
+applies what the ranks report. It is synchronous, does no I/O, and runs inside an engine's
+scheduler as well as behind the async API. Time comes in through `clock` only.
+
+A block counts as pinned when every rank has copied it, and as stored when every rank has it. All
+ranks use the same slots, so the ledger's arena is the smallest of theirs and its blocks the
+largest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierkv import planner, policy
+from tierkv.blocks import (
+    Copied,
+    Event,
+    Move,
+    MoveDone,
+    MoveKind,
+    MoveReleased,
+    Recovered,
+    Retire,
+    TierDown,
+    planned_move,
+)
+from tierkv.books import Agree, Books, Command, Rotate, Submit
+from tierkv.flights import Flights
+from tierkv.holdings import Holdings
+from tierkv.index import Pinned, Tier
+from tierkv.layout import Layout
+from tierkv.planner import BlockTables, HitPlan, SaveProgress
+from tierkv.reach import Policy
+
+__all__ = ["Agree", "Command", "Hit", "Ledger", "Rotate", "Submit"]
+
+_SHRINK_TRIES = 3
+"""How often a hit is shortened to what the arena can take in before it is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Answer to a lookup.
+
+    tokens: the boundary at which the hit ends; 0, or no more than the local tokens, for a miss.
+    pending: the blocks are on their way for somebody else; ask again later.
+    tier_tokens: tokens from the first block that must be read from the storage tier to the end.
+    """
+
+    tokens: int
+    pending: bool = False
+    tier_tokens: int = 0
+
+
+MISS = Hit(0)
+
+
+@dataclass(slots=True)
+class _Promise:
+    plan: HitPlan
+    local_tokens: int
+    expires: float
+
+
+@dataclass(slots=True)
+class _Request:
+    promise: _Promise | None = None
+    pending_since: float | None = None
+    progress: SaveProgress = field(default_factory=SaveProgress)
+    declined_at: int = -1
+
+
+class Ledger:
+    """Decides for one engine (or one cache) what is kept and where.
+
+    layout: with this engine's block bytes (the largest of the ranks).
+    arena_bytes: the smallest of the ranks'.
+    ranks: how many storage halves must agree.
+    boundary_policy: which boundaries are kept (`tierkv.reach.Policy`).
+    reserve: share of the arena that saves leave to loads, and loads to saves.
+    promise_s: a promise whose load has not begun by then is taken back.
+    pending_s: how long a request is told to ask again before it gets a miss instead.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        arena_bytes: int,
+        ranks: int = 1,
+        boundary_policy: Policy | str = "dense",
+        reserve: float = 0.125,
+        promise_s: float = 30.0,
+        pending_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.layout = layout
+        self.policy = Policy.parse(boundary_policy)
+        self._books = Books(layout, arena_bytes=arena_bytes, ranks=ranks, clock=clock)
+        self._flights = Flights(self._books)
+        self._holdings = Holdings(self._books)
+        self._requests: dict[str, _Request] = {}
+        self._budget = int(arena_bytes * (1.0 - reserve))
+        self._promise_s, self._pending_s = promise_s, pending_s
+
+    # Requests ----------------------------------------------------------------------------
+
+    def lookup(
+        self, owner: str, hashes: Sequence[bytes], *, known_tokens: int, local_tokens: int = 0
+    ) -> Hit:
+        """The longest hit for `owner`, leased to it until the load ends or the request goes.
+
+        A new lookup takes the owner's earlier promise back. Nothing waits and nothing is read.
+        """
+        request = self._requests.setdefault(owner, _Request())
+        self._take_back(request)
+        self._expire()
+        self._books.counters["lookups"] += 1
+        limit: int | None = None
+        for _ in range(_SHRINK_TRIES):
+            plan = planner.plan_hit(
+                self._books.index,
+                self.layout,
+                hashes,
+                known_tokens=known_tokens,
+                local_tokens=local_tokens,
+                max_boundary=limit,
+            )
+            if plan.tokens <= local_tokens:
+                break
+            if plan.pending:
+                return self._pending(request, plan)
+            fits = self._promise(request, plan, local_tokens)
+            if fits >= 1.0:
+                request.pending_since = None
+                return Hit(plan.tokens, tier_tokens=self._tier_tokens(plan, local_tokens))
+            if self._flights.load_bytes:
+                return self._pending(request, plan)
+            unit = self.layout.alignment_tokens
+            limit = local_tokens + int((plan.tokens - local_tokens) * fits * 0.9) // unit * unit
+        request.pending_since = None
+        return MISS
+
+    def begin_load(self, owner: str, block_ids: BlockTables) -> Move:
+        """Turn the owner's promise into a move into these engine blocks.
+
+        block_ids: `block_ids[group][block index]`, the engine's id of every block of the hit.
+        Raises `KeyError` where the owner was promised nothing (or the promise expired).
+        """
+        request = self._requests[owner]
+        promise = request.promise
+        if promise is None:
+            raise KeyError(f"{owner} holds no promise to load")
+        request.promise = None
+        plan, books = promise.plan, self._books
+        pairs = zip(plan.groups.tolist(), plan.blocks.tolist(), strict=True)
+        move = planned_move(
+            books.new_id(),
+            MoveKind.LOAD,
+            books.index.keys_of(plan.rows),
+            offsets=books.index.offset[plan.rows],
+            block_ids=np.array([block_ids[g][b] for g, b in pairs], np.int32),
+            from_tier=plan.from_tier,
+            epoch=books.epoch,
+        )
+        self._flights.start(move, plan.rows, copies=False)
+        books.count("hit", plan.rows)
+        books.counters["hits"] += 1
+        books.counters["hit_tokens"] += plan.tokens - promise.local_tokens
+        return move
+
+    def begin_save(
+        self,
+        owner: str,
+        hashes: Sequence[bytes],
+        *,
+        computed_tokens: int,
+        known_tokens: int,
+        block_ids: BlockTables,
+        null_block_id: int | None = None,
+    ) -> Move | None:
+        """A move for what the policy keeps of [0, computed_tokens) and that is not kept yet.
+
+        Every block is offered once; what found no place is offered again after room was made.
+        The pages must hold the blocks' bytes when the device side runs the move, and until it
+        reports `Copied`.
+        """
+        request = self._requests.setdefault(owner, _Request())
+        books = self._books
+        retry = bool(request.progress.declined) and request.declined_at != books.capacity_version
+        plan = planner.plan_save(
+            books.index,
+            self.layout,
+            self.policy,
+            hashes,
+            request.progress,
+            computed_tokens=computed_tokens,
+            known_tokens=known_tokens,
+            block_ids=block_ids,
+            null_block_id=null_block_id,
+            retry=retry,
+        )
+        request.progress = plan.progress
+        books.touch(np.array(plan.kept_rows, np.int64))
+        for g, n in enumerate(plan.skipped_blocks):
+            books.counters["skipped_blocks"] += n
+            books.counters["skipped_bytes"] += n * self.layout.groups[g].block_bytes
+        return self._save(request, hashes, plan.wanted, block_ids) if plan.wanted else None
+
+    def release(self, owner: str) -> None:
+        """The request is gone. Its promise ends; its moves in flight go on."""
+        request = self._requests.pop(owner, None)
+        if request is not None:
+            self._take_back(request)
+
+    def rotate(self) -> int:
+        """Make everything older a miss at once, in every tier, in flight included.
+
+        Returns the new epoch; the ranks learn of it by a `Rotate` command.
+        """
+        books = self._books
+        books.epoch += 1
+        for request in self._requests.values():
+            self._take_back(request)
+            request.progress = SaveProgress()
+        for row in books.index.live().tolist():
+            books.index.forget(row)
+            books.index.tier[row] = Tier.ABSENT
+            books.room.drop_if_free(row)
+        self._holdings.rotate()
+        books.commands.append(Rotate(books.epoch))
+        books.counters["rotations"] += 1
+        return books.epoch
+
+    # What the ranks report, and what they are told -------------------------------------------
+
+    def apply(self, rank: int, event: Event) -> None:
+        """Take one event of one rank into account. Events of a rank come in order."""
+        match event:
+            case Copied(move_id):
+                self._flights.copied(rank, move_id)
+            case MoveDone(move_id, outcomes, released):
+                self._flights.done(
+                    rank, move_id, outcomes, released=released, tier_is_up=self.tier_is_up
+                )
+            case MoveReleased(move_id):
+                self._flights.released(rank, move_id)
+            case Retire(retire_id, keys):
+                self._holdings.retire(rank, retire_id, keys)
+            case Recovered(keys, epoch):
+                if self._holdings.recover(rank, keys, epoch):
+                    self.rewrite()
+            case TierDown(reason):
+                self._holdings.down(rank, reason)
+        self._holdings.answer_retirements()
+
+    def take_commands(self) -> list[Command]:
+        """What the ranks must be told, in order; each is returned once."""
+        self._books.commands, commands = [], self._books.commands
+        return commands
+
+    def rewrite(self) -> int:
+        """Write what is pinned but not stored once more: after a tier came back, or at a flush.
+
+        Returns how many blocks; the ranks get them by a `Submit` command. Bounded by the share of
+        the arena that saves may hold.
+        """
+        books, index = self._books, self._books.index
+        rows = policy.unstored(index)
+        rows = rows[index.leases[rows] == 0]
+        room = self._budget - self._flights.save_bytes
+        rows = rows[: int(np.searchsorted(np.cumsum(books.room.sizes(rows)), room, side="right"))]
+        if rows.size:
+            index.tier[rows] = Tier.WRITING
+            index.leases[rows] += 1
+            move = planned_move(
+                books.new_id(),
+                MoveKind.SAVE,
+                index.keys_of(rows),
+                offsets=index.offset[rows],
+                epoch=books.epoch,
+            )
+            self._flights.start(move, rows, copies=False)
+            books.commands.append(Submit(None, move))
+        return len(rows)
+
+    @property
+    def epoch(self) -> int:
+        """How often everything was rotated away."""
+        return self._books.epoch
+
+    @property
+    def tier_is_up(self) -> bool:
+        """Whether every rank's tier is open and serving."""
+        return self._holdings.up
+
+    @property
+    def moves_in_flight(self) -> int:
+        """Moves that some rank has not answered yet (quarantined slots do not count)."""
+        return len(self._flights)
+
+    def saves_in_flight(self) -> set[int]:
+        """Ids of saves that are not stored yet."""
+        return self._flights.saves()
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges, flat; the gauges cost one pass over the columns."""
+        books, index = self._books, self._books.index
+        live = index.live()
+        stored = live[index.tier[live] == Tier.RESIDENT]
+        unread = stored[index.read[stored] == 0]
+        slots = books.room.slots
+        return books.counters | {
+            "pinned_blocks": int((index.pinned[live] == Pinned.RESIDENT).sum()),
+            "pinned_bytes": slots.capacity_bytes - slots.free_bytes,
+            "pinned_capacity_bytes": slots.capacity_bytes,
+            "evicted_pinned_blocks": books.room.evicted_blocks,
+            "evicted_pinned_bytes": books.room.evicted_bytes,
+            "tier_blocks": len(stored),
+            "never_read_blocks": len(unread),
+            "never_read_bytes": books.payload_bytes(unread),
+            "moves_in_flight": self.moves_in_flight,
+            "leased_blocks": int((index.leases[live] > 0).sum()),
+            "epoch": books.epoch,
+        }
+
+    # Promises ---------------------------------------------------------------------------
+
+    def _promise(self, request: _Request, plan: HitPlan, local_tokens: int) -> float:
+        """Lease the plan and claim slots for what comes from the tier.
+
+        Returns 1.0, or the share of those bytes that fits; then nothing is leased.
+        """
+        books, index, rows = self._books, self._books.index, plan.rows
+        incoming = rows[plan.from_tier]
+        need = books.room.slot_bytes(incoming)
+        room = self._budget - self._flights.load_bytes
+        if need > room:
+            return max(room, 0) / need
+        index.leases[rows] += 1  # first, so that claiming evicts none of them
+        offsets = books.room.claim(books.room.sizes(incoming))
+        if len(offsets) < len(incoming):
+            books.room.give_back(incoming, offsets)
+            index.leases[rows] -= 1
+            return books.room.slot_bytes(incoming[: len(offsets)]) / need
+        index.offset[incoming] = offsets
+        index.pinned[incoming] = Pinned.FILLING
+        index.tier_leases[incoming] += 1
+        self._flights.load_bytes += need
+        books.touch(rows)
+        expires = books.clock() + self._promise_s
+        request.promise = _Promise(plan, local_tokens, expires)
+        return 1.0
+
+    def _take_back(self, request: _Request) -> None:
+        promise, request.promise = request.promise, None
+        if promise is None:
+            return
+        books, plan = self._books, promise.plan
+        incoming = plan.rows[plan.from_tier]
+        books.index.leases[plan.rows] -= 1
+        books.index.tier_leases[incoming] -= 1
+        self._flights.load_bytes -= books.room.slot_bytes(incoming)
+        books.room.empty(incoming)
+        books.freed(plan.rows)
+        self._holdings.answer_retirements()
+
+    def _expire(self) -> None:
+        now = self._books.clock()
+        for request in self._requests.values():
+            if request.promise is not None and request.promise.expires < now:
+                self._take_back(request)
+                self._books.counters["promises_expired"] += 1
+
+    def _pending(self, request: _Request, plan: HitPlan) -> Hit:
+        now = self._books.clock()
+        if request.pending_since is None:
+            request.pending_since = now
+        if now - request.pending_since > self._pending_s:
+            request.pending_since = None
+            self._books.counters["pending_given_up"] += 1
+            return MISS
+        return Hit(plan.tokens, pending=True)
+
+    def _tier_tokens(self, plan: HitPlan, local_tokens: int) -> int:
+        if not plan.from_tier.any():
+            return 0
+        sizes = np.array([g.block_tokens for g in self.layout.groups], np.int64)
+        first = int((plan.blocks * sizes[plan.groups])[plan.from_tier].min())
+        return plan.tokens - max(first, local_tokens)
+
+    # Saves --------------------------------------------------------------------------------
+
+    def _save(
+        self,
+        request: _Request,
+        hashes: Sequence[bytes],
+        wanted: tuple[tuple[int, int], ...],
+        block_ids: BlockTables,
+    ) -> Move | None:
+        """Claim slots for as many of `wanted` as fit and make the move."""
+        books, index, unit = self._books, self._books.index, self.layout.hash_block_tokens
+        sizes = [int(books.room.slot_table[g]) for g, _ in wanted]
+        room = self._budget - self._flights.save_bytes
+        fit = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
+        offsets = books.room.claim(sizes[:fit])
+        taken, left = wanted[: len(offsets)], wanted[len(offsets) :]
+        if left:
+            self._decline(request, left)
+        if not taken:
+            return None
+        rows = np.empty(len(taken), np.int64)
+        for n, (g, i) in enumerate(taken):
+            block_hash = hashes[(i + 1) * self.layout.groups[g].block_tokens // unit - 1]
+            row = index.find(g, block_hash)
+            rows[n] = row if row >= 0 else index.add(g, block_hash, depth=i)
+        index.offset[rows] = offsets
+        index.pinned[rows] = Pinned.FILLING
+        index.tier[rows] = Tier.WRITING
+        index.leases[rows] += 1
+        books.touch(rows)
+        move = planned_move(
+            books.new_id(),
+            MoveKind.SAVE,
+            index.keys_of(rows),
+            offsets=np.array(offsets, np.int64),
+            block_ids=np.array([block_ids[g][i] for g, i in taken], np.int32),
+            epoch=books.epoch,
+        )
+        self._flights.start(move, rows, copies=True)
+        books.count("saved", rows)
+        return move
+
+    def _decline(self, request: _Request, blocks: tuple[tuple[int, int], ...]) -> None:
+        progress = request.progress
+        request.progress = SaveProgress(
+            progress.planned_tokens, progress.next_block, (*progress.declined, *blocks)
+        )
+        request.declined_at = self._books.capacity_version
+        self._books.counters["declined_blocks"] += len(blocks)

@@ -1,0 +1,115 @@
+"""Room in the arena: slots for rows, and who leaves when there is none.
+
+The other half of the ledger's state: together they are the only writers of the index. Pure
+bookkeeping; no memory is touched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv import policy
+from tierkv.index import NO_SLOT, Index, Pinned, Rows
+from tierkv.slots import SlotAllocator
+
+
+class Room:
+    """Slots of an arena of `arena_bytes`, with eviction by `tierkv.policy`.
+
+    slot_table: int64[groups], bytes of the arena that one block of each group takes.
+    """
+
+    def __init__(self, index: Index, block_bytes: tuple[int, ...], arena_bytes: int) -> None:
+        self.slots = SlotAllocator(arena_bytes)
+        self.slot_table = policy.slot_table(block_bytes)
+        self.evicted_blocks = 0
+        self.evicted_bytes = 0
+        self._index = index
+        self._block_bytes = block_bytes
+        self._victims: deque[tuple[int, int]] = deque()
+
+    def sizes(self, rows: Rows) -> NDArray[np.int64]:
+        """int64[n]: bytes of the arena that each row's block takes."""
+        return self.slot_table[self._index.group[rows]]
+
+    def slot_bytes(self, rows: Rows) -> int:
+        """Bytes of the arena that these rows' blocks take together."""
+        return int(self.sizes(rows).sum())
+
+    def claim(self, sizes: Iterable[int]) -> list[int]:
+        """Offsets of slots of `sizes`, evicting what no lease holds; as many as fit, in order."""
+        wanted = [int(n) for n in sizes]
+        if not wanted:
+            return []
+        total = sum(wanted)
+        while self.slots.free_bytes < total and self._evict_one():
+            pass
+        offsets = self.slots.allocate_run(wanted)
+        evicted = 0
+        while len(offsets) < len(wanted):
+            # Free bytes may suffice but lie in pieces: go on in the order of eviction, up to
+            # four times what is needed, then decline.
+            freed = self._evict_one() if evicted <= 4 * total else 0
+            if not freed:
+                break
+            evicted += freed
+            offset = self.slots.allocate(wanted[len(offsets)])
+            if offset is not None:
+                offsets.append(offset)
+        return offsets
+
+    def give_back(self, rows: Rows, offsets: Iterable[int]) -> None:
+        """Free slots that were claimed for the first of `rows` but not used."""
+        for row, offset in zip(rows.tolist(), offsets, strict=False):
+            self.slots.free(offset, self._nbytes(row))
+
+    def empty(self, rows: Rows) -> None:
+        """Take the slots of rows away and free them. Nothing may still touch them."""
+        index = self._index
+        for row in rows.tolist():
+            if index.offset[row] != NO_SLOT:
+                self.slots.free(int(index.offset[row]), self._nbytes(row))
+            index.offset[row] = NO_SLOT
+            index.pinned[row] = Pinned.ABSENT
+
+    def drop_if_free(self, row: int) -> None:
+        """Give back a row that nothing refers to; one without a key loses its slot first."""
+        index = self._index
+        if not index.leases[row] and index.pinned[row] and not index.is_known(row):
+            self.empty(np.array([row], np.int64))
+        index.reap(row)
+
+    def _nbytes(self, row: int) -> int:
+        return self._block_bytes[int(self._index.group[row])]
+
+    def _evict_one(self) -> int:
+        """Evict the next victim; its slot's bytes, or 0 where nothing may leave."""
+        index = self._index
+        refilled = False
+        while True:
+            if not self._victims:
+                if refilled:
+                    return 0
+                refilled = True
+                self._choose()
+                if not self._victims:
+                    return 0
+            row, tick = self._victims.popleft()
+            usable = index.pinned[row] == Pinned.RESIDENT and not index.leases[row]
+            if usable and index.tick[row] == tick:
+                size = int(self.slot_table[index.group[row]])
+                self.evicted_blocks += 1
+                self.evicted_bytes += size
+                self.empty(np.array([row], np.int64))
+                index.reap(row)
+                return size
+
+    def _choose(self) -> None:
+        # A sixteenth of the arena a pass: one choice costs a look at whole columns.
+        need = max(self.slots.capacity_bytes // 16, 1)
+        rows = policy.victims(self._index, self.slot_table, need)
+        self._victims.extend(zip(rows.tolist(), self._index.tick[rows].tolist(), strict=True))
