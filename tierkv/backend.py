@@ -25,10 +25,11 @@ the example to copy.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ from numpy.typing import NDArray
 from tierkv.blocks import Keys
 from tierkv.record import Records
 from tierkv.urls import TierURL
+
+_T = TypeVar("_T")
 
 Outcomes = NDArray[np.uint8]
 """uint8[n] of `tierkv.blocks.Outcome`, one per key of the batch, in order."""
@@ -172,6 +175,26 @@ class Backend(ABC):
     @abstractmethod
     async def usage(self) -> Usage:
         """What is held right now."""
+
+
+async def finish(work: Awaitable[_T]) -> _T:
+    """Await `work` to its end even when cancelled, and only then let the cancellation out.
+
+    For what works in a caller's buffers from a thread: `await finish(asyncio.to_thread(copy))`.
+    A plain await would return at once and leave the thread writing. However often it is
+    cancelled, it waits; an exception of `work` is raised in place of the cancellation.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    result = task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+    return result
 
 
 @runtime_checkable
