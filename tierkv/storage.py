@@ -1,6 +1,6 @@
 """The storage half as the deciding side sees it: commands go in, events come out, nothing blocks.
 
-Two implementations run the same `tierkv.mover.Mover`: `tierkv.mover.LocalStorage` on the caller's
+Two implementations run the same `tierkv.mover.Mover`: `tierkv.local.LocalStorage` on the caller's
 own loop, and `tierkv.keeper.KeeperClient` in a child process beside an engine's worker.
 """
 
@@ -21,7 +21,9 @@ class StorageConfig:
     namespace, namespace_text: digest (32 bytes) and readable form, this rank's.
     arena_bytes: size of the arena; a multiple of 4096.
     block_bytes: payload bytes per block of each group on this rank.
-    read_timeout_s, write_timeout_s: deadline of one move once it has started.
+    read_timeout_s, write_timeout_s: deadline of one move once it has started. It waits for its
+        turn no longer than this either, so an answer comes within twice the time.
+    hang_timeout_s: a keeper that answers nothing for so long is ended and started anew.
     read_bytes_in_flight, write_bytes_in_flight: bounds of the I/O scheduler.
     write_queue_bytes: saves that wait beyond this are DECLINED (throttled).
     io_threads: size of the pool for checksums and for backends that want threads.
@@ -36,6 +38,7 @@ class StorageConfig:
     data_parallel_rank: int = 0
     read_timeout_s: float = 10.0
     write_timeout_s: float = 30.0
+    hang_timeout_s: float = 5.0
     read_bytes_in_flight: int = 64 << 20
     write_bytes_in_flight: int = 64 << 20
     write_queue_bytes: int = 1 << 30
