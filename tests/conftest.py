@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 
@@ -14,7 +15,8 @@ from blockbuster import BlockBuster, BlockBusterFunction
 OURS = ["tierkv", "tierkv_backends"]
 
 UNKNOWN_TO_BLOCKBUSTER = (
-    "fallocate fdatasync fsync ftruncate open posix_fallocate pread preadv pwrite pwritev"
+    *("fallocate", "fdatasync", "fsync", "ftruncate", "open", "posix_fallocate"),
+    *("pread", "preadv", "pwrite", "pwritev"),
 )
 
 
@@ -22,11 +24,12 @@ UNKNOWN_TO_BLOCKBUSTER = (
 def blockbuster() -> Iterator[BlockBuster]:
     """While it is in use, a blocking call made by our code on a running loop raises."""
     detector = BlockBuster(OURS)
-    for name in UNKNOWN_TO_BLOCKBUSTER.split():
+    for name in UNKNOWN_TO_BLOCKBUSTER:
         detector.functions[f"os.{name}"] = BlockBusterFunction(os, name, scanned_modules=OURS)
-    detector.functions["builtins.open"] = BlockBusterFunction(
-        builtins, "open", scanned_modules=OURS
-    )
+    for module in (builtins, io):  # one function under two names; `Path.open` uses the second
+        detector.functions[f"{module.__name__}.open"] = BlockBusterFunction(
+            module, "open", scanned_modules=OURS
+        )
     detector.activate()
     try:
         yield detector

@@ -27,7 +27,7 @@ def backend_class(scheme: str) -> type[Backend]:
     entry = known[scheme]
     try:
         loaded = entry.load()
-    except ImportError as exc:
+    except (ImportError, AttributeError) as exc:  # no such module, or no such class in it
         extra = f"; install tierkv[{entry.extras[0]}]" if entry.extras else ""
         raise BackendNotFoundError(
             f"backend {scheme!r} ({entry.value}) cannot be imported: {exc}{extra}"

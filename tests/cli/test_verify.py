@@ -1,0 +1,99 @@
+"""`tierkv verify` works on any backend that offers it, and knows none by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tierkv.backend import CorruptBlock, Verification
+from tierkv.cli import app
+from tierkv.errors import StoreUnusableError
+
+BAD = CorruptBlock(
+    namespace="model", group=1, hash_hex="ab" * 32, where="000001.seg+4096", reason="checksum"
+)
+
+
+class Verifiable:
+    scheme = "verifiable"
+
+    def __init__(self, outcome: Verification | StoreUnusableError) -> None:
+        self.outcome = outcome
+
+    async def verify(self, progress: Callable[[int, int], None]) -> Verification:
+        print("a library that chats on stdout")
+        progress(0, 100)
+        progress(100, 100)
+        if isinstance(self.outcome, StoreUnusableError):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.fixture
+def verify(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def call(backend: object, *flags: str) -> Any:
+        monkeypatch.setattr("tierkv.registry.make_backend", lambda url: backend)
+        return CliRunner().invoke(app, ["verify", "verifiable:///x", *flags])
+
+    return call
+
+
+def test_a_sound_store_exits_with_0(verify: Callable[..., Any]) -> None:
+    result = verify(Verifiable(Verification(blocks=3, payload_bytes=5000)), "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "ok": True,
+        "url": "verifiable:///x",
+        "blocks": 3,
+        "bytes": 5000,
+        "corrupt": [],
+    }
+
+
+def test_a_corrupt_block_is_listed_and_exits_with_1(verify: Callable[..., Any]) -> None:
+    found = Verification(blocks=3, payload_bytes=5000, corrupt=(BAD,))
+    result = verify(Verifiable(found), "--json")
+    answer = json.loads(result.stdout)
+    assert (result.exit_code, answer["ok"]) == (1, False)
+    assert answer["corrupt"] == [
+        {
+            "namespace": "model",
+            "group": 1,
+            "hash_hex": "ab" * 32,
+            "where": "000001.seg+4096",
+            "reason": "checksum",
+        }
+    ]
+    assert verify(Verifiable(found)).exit_code == 1
+
+
+def test_a_store_that_cannot_be_read_is_one_line_and_exits_with_2(
+    verify: Callable[..., Any],
+) -> None:
+    result = verify(Verifiable(StoreUnusableError("/x is not\na store")))
+    assert (result.exit_code, result.stdout.replace("a library that chats on stdout\n", "")) == (
+        2,
+        "",
+    )
+    assert result.stderr == "tierkv: /x is not a store\n"
+
+
+def test_a_backend_that_offers_no_verification_is_told_so(verify: Callable[..., Any]) -> None:
+    class Plain:
+        scheme = "plain"
+
+    result = verify(Plain(), "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error_type"] == "ConfigError"
+    assert "'plain' offers nothing to verify" in result.stderr
+
+
+def test_an_unknown_scheme_is_one_line_with_the_nearest_known_name() -> None:
+    result = CliRunner().invoke(app, ["verify", "nvmee:///x"])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "did you mean 'nvme'?" in result.stderr

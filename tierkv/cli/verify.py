@@ -1,0 +1,78 @@
+"""``tierkv verify URL``: read every block of a store and list what cannot be proven."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tierkv.cli.output import AsJson, answering, gib
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tierkv.backend import Verification
+
+
+def verify(
+    url: Annotated[str, typer.Argument(help="The store, like nvme:///mnt/kv.")],
+    as_json: AsJson = False,
+) -> None:
+    """Read every block of a store, prove it, and list what fails. Changes nothing.
+
+    Exit status 1 where a block is corrupt.
+    """
+    with answering(as_json=as_json) as screen:
+        found = _verify(url)
+        screen.show(_answer(url, found), lambda: _table(url, found), ok=not found.corrupt)
+
+
+def _verify(url: str) -> Verification:
+    import asyncio
+
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    from tierkv.backend import SupportsVerify
+    from tierkv.errors import ConfigError
+    from tierkv.registry import make_backend
+
+    backend = make_backend(url)
+    if not isinstance(backend, SupportsVerify):
+        raise ConfigError(
+            f"backend {backend.scheme!r} offers nothing to verify from outside; "
+            "one that does implements tierkv.backend.SupportsVerify"
+        )
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verify", total=None)
+        return asyncio.run(
+            backend.verify(lambda done, total: progress.update(task, completed=done, total=total))
+        )
+
+
+def _answer(url: str, found: Verification) -> dict[str, Any]:
+    return {
+        "ok": not found.corrupt,
+        "url": url,
+        "blocks": found.blocks,
+        "bytes": found.payload_bytes,
+        "corrupt": [asdict(block) for block in found.corrupt],
+    }
+
+
+def _table(url: str, found: Verification) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+
+    line = f"{url}: {found.blocks} blocks, {gib(found.payload_bytes)}, "
+    if not found.corrupt:
+        return line + "every one proven"
+    table = Table("namespace", "group", "hash", "where", "reason")
+    for block in found.corrupt:
+        table.add_row(
+            block.namespace, str(block.group), block.hash_hex[:16], block.where, block.reason
+        )
+    return Group(line + f"{len(found.corrupt)} corrupt", table)
