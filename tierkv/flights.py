@@ -115,6 +115,12 @@ class Flights:
             flight.unreleased.discard(rank)
             self._land(flight)
 
+    def spoil(self, rows: Rows) -> None:
+        """A rank gives these blocks up again while other ranks are still writing them."""
+        for flight in self._by_id.values():
+            if flight.move.kind is MoveKind.SAVE and flight.answers_due:
+                flight.bad |= np.isin(flight.rows, rows)
+
     def _settle_save(self, flight: _Flight, *, tier_is_up: bool) -> None:
         books, index, rows = self._books, self._books.index, flight.rows
         if flight.copies_due:

@@ -32,8 +32,11 @@ class Holdings:
         """Whether every rank's tier is open and serving."""
         return len(self._up) == self._books.ranks
 
-    def retire(self, rank: int, retire_id: int, keys: Keys) -> None:
-        """A rank wants to give blocks up: stop promising them now, agree when no load reads one."""
+    def retire(self, rank: int, retire_id: int, keys: Keys) -> Rows:
+        """A rank wants to give blocks up: stop promising them now, agree when no load reads one.
+
+        Returns the rows that some rank is still writing: they must not become resident.
+        """
         books, index = self._books, self._books.index
         rows = index.find_all(keys)
         rows = rows[rows >= 0]
@@ -45,8 +48,10 @@ class Holdings:
             if other != rank:
                 books.order_delete(index.keys_of(resident), other)
         self._retiring[rank, retire_id] = rows
+        writing = rows[index.tier[rows] == Tier.WRITING]
         self.answer_retirements()
         books.freed(resident)
+        return writing
 
     def answer_retirements(self) -> None:
         """Agree to every retirement whose blocks no load is reading any more."""

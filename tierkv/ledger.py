@@ -252,7 +252,7 @@ class Ledger:
             case MoveReleased(move_id):
                 self._flights.released(rank, move_id)
             case Retire(retire_id, keys):
-                self._holdings.retire(rank, retire_id, keys)
+                self._flights.spoil(self._holdings.retire(rank, retire_id, keys))
             case Recovered(keys, epoch):
                 if self._holdings.recover(rank, keys, epoch):
                     self.rewrite()
