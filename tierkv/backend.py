@@ -83,7 +83,10 @@ class BlockBatch:
     def take(self, rows: NDArray[np.intp]) -> BlockBatch:
         """The blocks at positions `rows`. `records` is a copy: write results back yourself."""
         return BlockBatch(
-            self.keys.take(rows), self.records[rows], self.arena, self.offsets[rows],
+            self.keys.take(rows),
+            self.records[rows],
+            self.arena,
+            self.offsets[rows],
             self.nbytes[rows],
         )
 

@@ -27,7 +27,7 @@ class ConfigError(TierKVError, ValueError):
 
 
 class LayoutError(ConfigError):
-    """A layout that cannot be: no group, block of 0 tokens, window of 0, unit that does not divide."""
+    """A layout that cannot be: no group, block or window of 0, unit that does not divide."""
 
 
 class BackendNotFoundError(ConfigError):

@@ -48,7 +48,7 @@ RECORD_DTYPE: Final = np.dtype(
         ("checksum", "<u8"),
     ]
 )
-assert RECORD_DTYPE.itemsize == RECORD_BYTES  # noqa: S101 - a wrong dtype must never be written
+assert RECORD_DTYPE.itemsize == RECORD_BYTES  # a wrong dtype must never be written
 
 Records = NDArray[np.void]
 """RECORD_DTYPE[n]."""
@@ -96,11 +96,14 @@ def verify_sync(keys: Keys, records: Records, payloads: list[memoryview]) -> NDA
 
     Reads every byte of payloads whose record matches: run it in a thread.
     """
-    good = (
+    good: NDArray[np.bool_] = (
         (records["magic"] == RECORD_MAGIC)
         & (records["algorithm"] == Algorithm.XXH3_64)
         & (records["group"] == keys.groups)
-        & (records["stored_bytes"] == np.fromiter((p.nbytes for p in payloads), np.uint64, len(keys)))
+        & (
+            records["stored_bytes"]
+            == np.fromiter((p.nbytes for p in payloads), np.uint64, len(keys))
+        )
     )
     sums = records["checksum"].tolist()
     hashes = records["hash"]

@@ -46,7 +46,7 @@ class StorageConfig:
 
 
 class StoragePort(Protocol):
-    """What the deciding side may ask of the storage half of one rank. Every call returns at once."""
+    """What the deciding side may ask of one rank's storage half. Every call returns at once."""
 
     def submit(self, move: Move) -> None:
         """Start a move whose arena slots are ready. A `MoveDone` always follows, within a bound."""

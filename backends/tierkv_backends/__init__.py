@@ -1,1 +1,1 @@
-"""The backends that come with tierkv, one a module, found through the entry points by URL scheme."""
+"""The backends that come with tierkv, found through the entry points by URL scheme."""
