@@ -6,6 +6,7 @@ the alignment and the marks of draft groups are worked out here once more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -70,15 +71,9 @@ class Oracle:
                 read.append(position)
         return read
 
-    def need(self, b: int) -> set[Block]:
+    def need(self, b: int) -> frozenset[Block]:
         """Every block that a hit at `b` needs."""
-        blocks = set()
-        for index, group in enumerate(self.groups):
-            for position in self.tokens_read(group, b):
-                blocks.add((index, position // group.block_tokens))
-            if self.is_draft(group):
-                blocks.add((index, b // group.block_tokens))
-        return blocks
+        return _need(self, b)
 
     def possible(self, b: int, known: int) -> bool:
         """Whether a hit may end at `b` at all: aligned, and its look-ahead blocks are known."""
@@ -143,3 +138,14 @@ class Oracle:
         for b in boundaries:
             blocks |= self.need(b)
         return blocks
+
+
+@functools.lru_cache(maxsize=1000)
+def _need(oracle: Oracle, b: int) -> frozenset[Block]:
+    blocks = set()
+    for index, group in enumerate(oracle.groups):
+        for position in oracle.tokens_read(group, b):
+            blocks.add((index, position // group.block_tokens))
+        if oracle.is_draft(group):
+            blocks.add((index, b // group.block_tokens))
+    return frozenset(blocks)
