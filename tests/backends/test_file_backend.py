@@ -1,0 +1,18 @@
+"""The file backend keeps every promise of the kit."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from tierkv.testing import BackendContract
+
+
+@pytest.mark.every_loop
+class TestFileBackend(BackendContract):
+    def url(self, directory: pathlib.Path) -> str:
+        return f"file://{directory}?capacity=64MiB"
+
+    def small_url(self, directory: pathlib.Path) -> str:
+        return f"file://{directory}?capacity=16MiB"
