@@ -53,10 +53,11 @@ MAX_QUARANTINED: Final = 8
 until one ends: each holds slots, and likely a thread."""
 
 CLOSE_GRACE_S: Final = 1.0
-"""What `close` grants, past its deadline, to cancelled calls and to the backend's own close."""
+"""What `close` grants, past its deadline, to cancelled calls, and again to the backend's close."""
 
 _COUNTERS: Final = (
-    *(f"{o.name.lower()}_{word}" for word in ("saves", "loads") for o in Outcome),
+    *(f"{word}_save_blocks" for word in ("done", "declined", "failed", "timed_out")),
+    *(f"{word}_load_blocks" for word in ("done", "missing", "corrupt", "failed", "timed_out")),
     "save_bytes",
     "load_bytes",
     "deleted_blocks",
@@ -131,9 +132,10 @@ class Mover:
         """Let moves in flight end within `deadline_s`, cancel the rest, close the backend.
 
         Returns whether all of it ended. False means that a backend call hangs: it is left behind
-        with its buffers, never waited for longer than `CLOSE_GRACE_S` past the deadline.
+        with its buffers, never waited for longer than twice `CLOSE_GRACE_S` past the deadline.
         """
         self._closing = True
+        last = self._loop.time() + deadline_s
         self._release_retires()
         await self._ended(deadline_s)
         for run in list(self._runs):
@@ -143,7 +145,8 @@ class Mover:
         clean = await self._ended(CLOSE_GRACE_S)
         if self._tier is not None:
             closing = self._loop.create_task(self._tier.close(), name="tierkv-close")
-            await asyncio.wait({closing}, timeout=max(deadline_s, CLOSE_GRACE_S))
+            left_s = max(last - self._loop.time(), CLOSE_GRACE_S)
+            await asyncio.wait({closing}, timeout=left_s)
             clean = clean and closing.done() and closing.result()
         if not clean:
             _log.warning("tier %s: closed without waiting for a call that hangs", self.tier)
@@ -336,12 +339,12 @@ class Mover:
         if move.kind is MoveKind.DELETE:
             self._count["deleted_blocks"] += len(move)
             return
-        word = "saves" if move.kind is MoveKind.SAVE else "loads"
+        word = move.kind.name.lower()
         mine = outcomes[run.mine]
         for value, n in enumerate(np.bincount(mine, minlength=len(Outcome)).tolist()):
-            self._count[f"{Outcome(value).name.lower()}_{word}"] += n
+            self._count[f"{Outcome(value).name.lower()}_{word}_blocks"] += n
         done = run.mine[mine == Outcome.DONE]
-        self._count[f"{word[:-1]}_bytes"] += int(self._block_bytes[move.keys.groups[done]].sum())
+        self._count[f"{word}_bytes"] += int(self._block_bytes[move.keys.groups[done]].sum())
 
     async def _batch(
         self, run: Run, rows: NDArray[np.intp], deletes: set[asyncio.Task[None]]

@@ -99,12 +99,12 @@ class Tier:
         usage = await self.supervised(self._backend.usage(), "usage", None)
         if usage is not None:
             self.usage = {
-                "tier_blocks": usage.blocks,
-                "tier_payload_bytes": usage.payload_bytes,
-                "tier_physical_bytes": usage.physical_bytes,
-                "tier_capacity_bytes": usage.capacity_bytes,
+                "tier_blocks": int(usage.blocks),
+                "tier_payload_bytes": int(usage.payload_bytes),
+                "tier_physical_bytes": int(usage.physical_bytes),
+                "tier_capacity_bytes": int(usage.capacity_bytes),
                 **{f"tier_mode_{k}": v for k, v in usage.modes.items()},
-                **{f"tier_{k}": v for k, v in usage.counters.items()},
+                **{f"tier_{k}": int(v) for k, v in usage.counters.items()},
             }
 
     async def supervised(self, call: Awaitable[_T], doing: str, otherwise: _D) -> _T | _D:
