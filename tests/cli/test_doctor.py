@@ -6,6 +6,7 @@ import errno
 import json
 import mmap
 import os
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tierkv.cli import app, doctor, engine, machine
+from tierkv.errors import ConfigError
 from tierkv.urls import TierURL, parse_size
 
 FIELDS = [
@@ -245,3 +247,17 @@ def test_an_absent_engine_is_no_failure(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_sizes_are_rounded_down_to_what_a_url_can_say(nbytes: int, text: str) -> None:
     assert engine.size_text(nbytes) == text
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.32.0", "0.32.7+cpu", "0.33.0", "1.0", "unknown"])
+def test_the_doctor_and_the_connector_agree_on_versions(version: str) -> None:
+    # By path: the package around it imports the engine, which is not here.
+    path = Path(machine.__file__).parents[1] / "connectors" / "vllm" / "version.py"
+    check_version = runpy.run_path(str(path))["check_version"]
+    try:
+        check_version(version)
+    except ConfigError as exc:
+        assert not engine.supported(version)
+        assert f"vllm{engine.SUPPORTED_RANGE}" in str(exc)
+    else:
+        assert engine.supported(version)

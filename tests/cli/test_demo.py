@@ -1,0 +1,83 @@
+"""`tierkv demo` shows what the main job measured, and fails when it failed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tierkv.cli import app
+
+ANSWER: dict[str, Any] = {
+    "ok": True,
+    "prompts": 4,
+    "tokens": 12000,
+    "hit_tokens": 11776,
+    "hit_tokens_after_restart": 11776,
+    "bytes_stored": 3 << 20,
+    "bytes_skipped": 9 << 20,
+    "bytes_per_token": 262.1,
+    "save_gb_per_s": 1.25,
+    "load_gb_per_s": 2.5,
+    "mismatched_blocks": 0,
+}
+
+
+class Job:
+    def __init__(self) -> None:
+        self.answer = dict(ANSWER)
+        self.place: Path | None = None
+
+    def run_demo(self, place: Path) -> dict[str, Any]:
+        assert place.is_dir()
+        (place / "what-a-demo-leaves").touch()
+        self.place = place
+        print("loading")
+        return self.answer
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    job = Job()
+    module = ModuleType("tierkv.demo")
+    module.__dict__["run_demo"] = job.run_demo
+    monkeypatch.setitem(sys.modules, "tierkv.demo", module)
+    return job
+
+
+def test_the_json_is_what_the_job_measured(job: Job) -> None:
+    result = CliRunner().invoke(app, ["demo", "--json"])
+    assert (result.exit_code, json.loads(result.stdout)) == (0, ANSWER)
+
+
+def test_the_table_shows_what_reachability_saved(job: Job) -> None:
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 0
+    for text in ("3.0 MiB", "12.0 MiB", "9.0 MiB", "11,776", "2.50 GB/s"):
+        assert text in result.stdout
+
+
+def test_a_mismatch_exits_with_1(job: Job) -> None:
+    job.answer |= {"ok": False, "mismatched_blocks": 2}
+    assert CliRunner().invoke(app, ["demo"]).exit_code == 1
+    result = CliRunner().invoke(app, ["demo", "--json"])
+    assert (result.exit_code, json.loads(result.stdout)["mismatched_blocks"]) == (1, 2)
+
+
+def test_it_works_inside_the_named_directory_and_leaves_nothing(job: Job, tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["demo", "--dir", str(tmp_path)]).exit_code == 0
+    assert job.place is not None
+    assert job.place.parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_is_refused_in_one_line(job: Job, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["demo", "--dir", str(tmp_path / "absent")])
+    assert (result.exit_code, job.place) == (2, None)
+    assert result.stderr.startswith(f"tierkv: --dir {tmp_path}/absent: No such file")
+    assert result.stderr.count("\n") == 1
