@@ -1,0 +1,1 @@
+"""Connectors: an engine's words → ours, nothing else."""

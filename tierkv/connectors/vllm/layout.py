@@ -1,0 +1,144 @@
+"""The engine's KV cache specs → a `tierkv.layout.Layout`, and its tensors → pages by group.
+
+The group table (kind, block, window) is the same on the scheduler and on every worker; sizes are
+the worker's, because only it sees one spec per layer. The hash unit and the alignment are the
+engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    group_kernel_blocks,
+    iter_layer_specs,
+)
+
+from tierkv.errors import ConfigError
+from tierkv.layout import Group, GroupKind, Layout
+
+
+class Row(NamedTuple):
+    """What a group's specs say of reachability."""
+
+    kind: GroupKind
+    block_tokens: int
+    window_tokens: int = 0
+    extra_tokens: int = 0
+    chunk_tokens: int = 0
+
+
+def engine_layout(config: KVCacheConfig, block_bytes: Sequence[int]) -> Layout:
+    """The layout of an engine whose groups hold `block_bytes` real bytes per block.
+
+    Raises `ConfigError` for a kind of group that is not supported, or where the engine has not
+    resolved its hash unit and alignment.
+    """
+    if not config.hash_block_size or not config.cache_hit_alignment_tokens:
+        raise ConfigError(
+            "the engine gives no hash_block_size or cache_hit_alignment_tokens; "
+            "tierkv needs both and works with vLLM 0.32"
+        )
+    rows = [_row(i, group) for i, group in enumerate(config.kv_cache_groups)]
+    return Layout(
+        tuple(
+            Group(name=group_name(i, row), block_bytes=max(nbytes, 1), **row._asdict())
+            for i, (row, nbytes) in enumerate(zip(rows, block_bytes, strict=True))
+        ),
+        config.hash_block_size,
+        config.cache_hit_alignment_tokens,
+    )
+
+
+def group_name(index: int, row: Row) -> str:
+    """A group's name: its position and its kind, equal on every rank."""
+    return f"{index}.{row.kind}"
+
+
+def worker_block_bytes(config: KVCacheConfig) -> tuple[int, ...]:
+    """Real bytes of one block on this rank, one entry a group; padding is not counted."""
+    return tuple(
+        sum(spec.real_page_size_bytes for spec in _layers(config, group).values())
+        if _reusable(group)
+        else 1
+        for group in config.kv_cache_groups
+    )
+
+
+def worker_pages(
+    config: KVCacheConfig, layout: Layout, kv_caches: Mapping[str, Any]
+) -> dict[str, list[torch.Tensor]]:
+    """The tensors of each reusable group by name, dim 0 the engine's block id.
+
+    kv_caches: layer name → tensor, or a sequence of them (recurrent layers). Layers that own no
+    memory (they share another layer's) and memory that no layer owns are left out.
+    """
+    pages: dict[str, list[torch.Tensor]] = {}
+    for group, ours in zip(config.kv_cache_groups, layout.groups, strict=True):
+        if not ours.reusable:
+            continue
+        pages[ours.name] = []
+        for name in _layers(config, group):
+            cache = kv_caches[name]
+            parts = [cache] if isinstance(cache, torch.Tensor) else list(cache)
+            pages[ours.name] += [group_kernel_blocks(t, config.num_blocks) for t in parts]
+    return pages
+
+
+def _layers(config: KVCacheConfig, group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
+    """The group's layers that own memory, with the spec of each."""
+    owners = {name for tensor in config.kv_cache_tensors for name in tensor.layers}
+    spec = group.kv_cache_spec
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return {
+        name: spec if per_layer is None else per_layer[name]
+        for name in group.layer_names
+        if name in owners
+    }
+
+
+def _reusable(group: KVCacheGroupSpec) -> bool:
+    return bool(group.enable_kv_transfer and group.kv_cache_spec.prefix_cacheable)
+
+
+def _row(index: int, group: KVCacheGroupSpec) -> Row:
+    spec = group.kv_cache_spec
+    where = f"KV cache group {index} ({type(spec).__name__})"
+    if group.is_eagle_group:
+        raise ConfigError(f"{where}: draft layers (EAGLE, MTP) are not supported yet")
+    if group.host_resident or spec.prefix_replay_tokens:
+        raise ConfigError(f"{where}: host-resident and replayed groups are not supported")
+    if not _reusable(group):
+        return Row(GroupKind.SCRATCH, spec.block_size)
+    rows = {_spec_row(where, layer) for layer in iter_layer_specs(spec)}
+    if len(rows) != 1:
+        raise ConfigError(f"{where}: its layers differ in kind, block or window: {sorted(rows)}")
+    return rows.pop()
+
+
+def _spec_row(where: str, spec: KVCacheSpec) -> Row:
+    # By exact type: a subclass may read other blocks than its base does.
+    kind = type(spec)
+    if kind in (FullAttentionSpec, MLAAttentionSpec):
+        return Row(GroupKind.FULL, spec.block_size)
+    if kind in (SlidingWindowSpec, SlidingWindowMLASpec):
+        return Row(
+            GroupKind.SLIDING_WINDOW,
+            spec.block_size,
+            window_tokens=spec.sliding_window,
+            extra_tokens=spec.extra_retained_tokens,
+        )
+    if kind is ChunkedLocalAttentionSpec:
+        chunk = spec.attention_chunk_size
+        return Row(GroupKind.CHUNKED_LOCAL, spec.block_size, chunk_tokens=chunk)
+    raise ConfigError(f"{where}: {kind.__name__} layers are not supported yet")

@@ -1,0 +1,239 @@
+"""The scheduler side: what the engine asks of a cache, answered from RAM by the ledger.
+
+It never does I/O and never waits. Orders for the workers leave with each step's metadata; what
+the workers report comes back with each step's output.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from tierkv.blocks import Event, Move, MoveDone, Outcome, unpack_event
+from tierkv.connectors.vllm.layout import engine_layout
+from tierkv.connectors.vllm.options import Options
+from tierkv.connectors.vllm.stats import LedgerStats, TierKVStats
+from tierkv.connectors.vllm.wire import (
+    Handshake,
+    StepMetadata,
+    WorkerEvents,
+    pack_command,
+)
+from tierkv.ledger import Ledger
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+log = logging.getLogger("tierkv")
+
+NULL_BLOCK_ID: Final = 0
+"""The engine's placeholder in block tables: no page."""
+
+
+@dataclass(slots=True)
+class _Promise:
+    """What a request was told: a hit of `tokens` of which the engine holds `local_tokens`."""
+
+    tokens: int
+    local_tokens: int
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load on its way: its tokens count as loaded where no rank failed."""
+
+    tokens: int
+    ranks_due: int
+    good: bool = True
+
+
+class SchedulerSide:
+    """Lookups, plans and orders of one engine."""
+
+    def __init__(self, options: Options, kv_cache_config: KVCacheConfig, world_size: int) -> None:
+        self._options = options
+        self._config = kv_cache_config
+        self._world_size = world_size
+        self._ledger: Ledger | None = None
+        self._requests: dict[str, Request] = {}
+        self._promises: dict[str, _Promise] = {}
+        self._loads: dict[int, _Load] = {}
+        self._next = StepMetadata()
+        self._stats = LedgerStats()
+        self._quiet_since = 0.0
+        # Building the layout now refuses what is not supported before any worker starts its tier.
+        engine_layout(kv_cache_config, [1] * len(kv_cache_config.kv_cache_groups))
+
+    @property
+    def ledger(self) -> Ledger:
+        """The deciding half; it exists once the workers have introduced themselves."""
+        if self._ledger is None:
+            raise RuntimeError("the workers' handshake has not come yet")
+        return self._ledger
+
+    def start(self, handshakes: Mapping[int, Handshake]) -> None:
+        """Take the workers' sizes and what their tiers recovered, one handshake a rank."""
+        if sorted(handshakes) != list(range(self._world_size)):
+            raise RuntimeError(f"{self._world_size} ranks but handshakes of {sorted(handshakes)}")
+        shakes = list(handshakes.values())
+        largest = [max(sizes) for sizes in zip(*(h.block_bytes for h in shakes), strict=True)]
+        self._ledger = Ledger(
+            engine_layout(self._config, largest),
+            arena_bytes=min(h.arena_bytes for h in shakes),
+            ranks=self._world_size,
+            boundary_policy=self._options.policy,
+        )
+        for shake in shakes:
+            for event in shake.events:
+                self._apply(shake.rank, unpack_event(event))
+        recovered = self._ledger.stats()["tier_blocks"]
+        log.info("tierkv: %d blocks recovered, arena of %d bytes", recovered, shakes[0].arena_bytes)
+
+    # One request -------------------------------------------------------------------------
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond `local_tokens` that can be loaded; None: ask again."""
+        if self._ledger is None or not _cacheable(request):
+            return 0, False
+        request_id = request.request_id
+        hit = self._ledger.lookup(
+            request_id,
+            request.block_hashes,
+            known_tokens=request.num_tokens,
+            local_tokens=local_tokens,
+        )
+        self._collect_commands()
+        self._promises.pop(request_id, None)
+        if hit.pending:
+            return None, False
+        if hit.tokens <= local_tokens:
+            return 0, False
+        self._promises[request_id] = _Promise(hit.tokens, local_tokens)
+        return hit.tokens - local_tokens, True
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """The engine has room for the hit: order the load."""
+        request_id = request.request_id
+        self._requests[request_id] = request
+        promise = self._promises.pop(request_id, None)
+        if not external_tokens:
+            return
+        if promise is None or promise.tokens - promise.local_tokens != external_tokens:
+            raise RuntimeError(
+                f"request {request_id}: the engine wants {external_tokens} tokens, "
+                f"promised was {promise}"
+            )
+        move = self.ledger.begin_load(request_id, blocks.get_block_ids())
+        self._loads[move.id] = _Load(external_tokens, self._world_size)
+        self._next.loads.append((request_id, move.pack()))
+
+    def finished(self, request_id: str) -> None:
+        """The request is gone; loads on their way for it end by themselves."""
+        self._requests.pop(request_id, None)
+        self._promises.pop(request_id, None)
+        if self._ledger is not None:
+            self._ledger.release(request_id)
+            self._collect_commands()
+
+    # One step ----------------------------------------------------------------------------
+
+    def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Everything that the workers are to do with this step."""
+        if self._ledger is not None:
+            state = output.kv_connector_block_state
+            for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
+                request = self._requests.get(request_id)
+                tables = state.get_block_ids(request_id) if state is not None else None
+                if request is None or tables is None or not _cacheable(request):
+                    continue
+                move = self._save(request, tables, scheduled_tokens)
+                if move is not None:
+                    self._next.saves.append(move.pack())
+            self._collect_commands()
+        step, self._next = self._next, StepMetadata()
+        return step
+
+    def _save(
+        self, request: Request, tables: tuple[list[int], ...], scheduled_tokens: int
+    ) -> Move | None:
+        """A move for what this step completes.
+
+        The workers copy after the step's forward, so its tokens count as computed. Tokens that are
+        only drafted are not among the request's own, so they never count.
+        """
+        computed = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
+        return self.ledger.begin_save(
+            request.request_id,
+            request.block_hashes,
+            computed_tokens=computed,
+            known_tokens=request.num_tokens,
+            block_ids=tables,
+            null_block_id=NULL_BLOCK_ID,
+        )
+
+    def apply(self, report: WorkerEvents) -> None:
+        """Take in what the workers report."""
+        self._quiet_since = 0.0
+        for rank, event in report.events():
+            self._apply(rank, event)
+
+    def _apply(self, rank: int, event: Event) -> None:
+        if isinstance(event, MoveDone):
+            self._count_load(event)
+        self.ledger.apply(rank, event)
+        self._collect_commands()
+
+    def _count_load(self, done: MoveDone) -> None:
+        load = self._loads.get(done.move_id)
+        if load is None:
+            return
+        load.good = load.good and bool((done.outcomes == Outcome.DONE).all())
+        load.ranks_due -= 1
+        if not load.ranks_due:
+            del self._loads[done.move_id]
+            self._stats.add("loaded_tokens" if load.good else "failed_tokens", load.tokens)
+
+    def _collect_commands(self) -> None:
+        self._next.commands += [pack_command(c) for c in self.ledger.take_commands()]
+
+    # The engine as a whole ---------------------------------------------------------------
+
+    def pending(self) -> bool:
+        """Whether the engine must go on stepping, though it has nothing to compute.
+
+        True while orders wait for a step or moves are out; for no longer than a move can last.
+        """
+        busy = bool(self._next.commands or self._next.loads or self._next.saves) or (
+            self._ledger is not None and self._ledger.moves_in_flight > 0
+        )
+        now = time.monotonic()
+        if not busy:
+            self._quiet_since = 0.0
+            return False
+        if not self._quiet_since:
+            self._quiet_since = now
+        longest = self._options.write_timeout_s + self._options.read_timeout_s
+        return now - self._quiet_since < longest
+
+    def rotate(self) -> None:
+        """Everything older is a miss from now on, in every tier."""
+        if self._ledger is not None:
+            self._ledger.rotate()
+            self._promises.clear()
+            self._collect_commands()
+
+    def stats(self) -> TierKVStats | None:
+        """What changed since the last call, at most once a second."""
+        return None if self._ledger is None else self._stats.collect(self._ledger)
+
+
+def _cacheable(request: Request) -> bool:
+    # The engine's hashes cover an adapter's name and path, not its weights: after a restart the
+    # same name may mean other bytes. So requests with adapters are neither saved nor loaded.
+    return request.lora_request is None

@@ -1,0 +1,271 @@
+"""The worker side of one rank: copies between the engine's pages and the arena, and the keeper.
+
+All copies here are synchronous: a save's pages are in the arena when `save` returns, within the
+step that filled them, and a load's pages are written before the request is reported. So nothing
+is outstanding when the engine preempts a request or gives its blocks to another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from tierkv.blocks import Copied, Event, Move, MoveDone, Outcome, Recovered, Retire
+from tierkv.connectors.vllm.options import Options
+from tierkv.connectors.vllm.stats import TierKVStats
+from tierkv.connectors.vllm.wire import (
+    Handshake,
+    Packed,
+    StepMetadata,
+    WorkerEvents,
+    carry_out,
+    pack_events,
+)
+from tierkv.device import Pages, arena_tensor
+from tierkv.keeper import KeeperClient
+from tierkv.layout import GroupKind, Layout
+from tierkv.pinned import Arena
+from tierkv.storage import StorageConfig, StoragePort
+
+log = logging.getLogger("tierkv")
+
+_POLL_S = 0.002
+"""Pause between two looks at the keeper while a shutdown waits for saves."""
+
+
+class Storage(StoragePort, Protocol):
+    """A storage half that this worker owns (`tierkv.keeper.KeeperClient`)."""
+
+    def wait_open(self, timeout_s: float) -> Recovered:
+        """What was recovered; raises what opening raised, `DeadlineError` after `timeout_s`."""
+        ...
+
+    def close(self, *, deadline_s: float) -> bool:
+        """Let moves end, then close. False where the deadline came first."""
+        ...
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load whose tier part is on its way."""
+
+    request_id: str
+    move: Move
+    give_up_at: float
+
+
+@dataclass(slots=True)
+class _Report:
+    """What the engine is told at the end of a step."""
+
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
+
+
+class WorkerSide:
+    """One rank's pages, arena and storage half.
+
+    start_storage: starts the storage half over an arena, without waiting for it to open.
+
+    Raises `CapacityError` where the arena does not fit in RAM, `KeeperError` where the keeper
+    cannot be started.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        layout: Layout,
+        pages: Pages,
+        config: StorageConfig,
+        start_storage: Callable[[StorageConfig, Arena], Storage] = KeeperClient,
+    ) -> None:
+        self._options = options
+        self._layout = layout
+        self._pages = pages
+        self._rank = config.rank
+        self._block_bytes = np.array(layout.block_bytes, np.int64)
+        self._arena = Arena.create(config.arena_bytes)
+        self._slots = arena_tensor(self._arena.view)
+        self._storage = start_storage(config, self._arena)
+        self._open = True
+        self._loads: dict[int, _Load] = {}
+        self._saving: set[int] = set()
+        self._retiring: set[int] = set()
+        self._report = _Report()
+
+    @property
+    def storage(self) -> Storage:
+        """The storage half."""
+        return self._storage
+
+    def handshake(self) -> Handshake:
+        """Wait until the tier is open, `open_timeout_s` at most, and say what this rank has.
+
+        Raises what opening raised (`StoreError`, `ConfigError`, `DeadlineError`), one line each:
+        the engine's start fails with it.
+        """
+        recovered = self._storage.wait_open(self._options.open_timeout_s)
+        return Handshake(
+            self._rank, len(self._arena), self._layout.block_bytes, pack_events([recovered])
+        )
+
+    # One step ----------------------------------------------------------------------------
+
+    def load(self, step: StepMetadata) -> None:
+        """Carry out the step's commands and start its loads; those from the arena end here."""
+        for command in step.commands:
+            self._note(command)
+            carry_out(command, self._rank, self._storage)
+        for request_id, packed in step.loads:
+            move = Move.unpack(packed)
+            load = _Load(request_id, move, time.monotonic() + self._options.load_timeout_s)
+            if move.from_tier.any():
+                self._loads[move.id] = load
+                self._storage.submit(move)
+            else:
+                done = MoveDone(move.id, np.full(len(move), Outcome.DONE, np.uint8))
+                self._finish_load(load, done.outcomes)
+                self._report.events.append(done)
+
+    def save(self, step: StepMetadata) -> None:
+        """Copy the pages of the step's saves into the arena, and send them on to the tier."""
+        for packed in step.saves:
+            move = Move.unpack(packed)
+            self._pages.gather(move.keys.groups, move.block_ids, self._slots, move.offsets)
+            self._report.counters["copied_out_bytes"] += self._bytes_of(move)
+            self._report.events.append(Copied(move.id))
+            self._saving.add(move.id)
+            self._storage.submit(move)
+
+    def results(self) -> KVConnectorTransferResults:
+        """What ended since the last call. A failed load is in both sets, as the engine wants it."""
+        self._poll()
+        self._give_up()
+        loaded, failed = self._report.loaded, self._report.failed
+        self._report.loaded, self._report.failed = set(), set()
+        return KVConnectorTransferResults(finished_recving=loaded | failed, failed_recving=failed)
+
+    def failed_block_ids(self) -> set[int]:
+        """Blocks to recompute, where the engine takes block ids (`_takes_block_ids`)."""
+        failed, self._report.failed_blocks = self._report.failed_blocks, set()
+        return failed
+
+    def events(self) -> WorkerEvents | None:
+        """Everything for the scheduler side since the last call."""
+        events, self._report.events = self._report.events, []
+        return WorkerEvents({self._rank: pack_events(events)}) if events else None
+
+    def stats(self) -> TierKVStats | None:
+        """What was counted since the last call."""
+        counters, self._report.counters = self._report.counters, Counter()
+        return TierKVStats(dict(counters)) if counters else None
+
+    # Ends of moves -----------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        for event in self._storage.poll():
+            if isinstance(event, MoveDone):
+                self._saving.discard(event.move_id)
+                load = self._loads.pop(event.move_id, None)
+                if load is not None:
+                    self._finish_load(load, event.outcomes)
+            elif isinstance(event, Retire):
+                self._retiring.add(event.retire_id)
+            # After the copy: with this event the scheduler side takes the slots back.
+            self._report.events.append(event)
+
+    def _finish_load(self, load: _Load, outcomes: NDArray[np.uint8]) -> None:
+        """Fill the pages of what arrived, and name the request to the engine."""
+        move, good = load.move, outcomes == Outcome.DONE
+        self._pages.scatter(
+            move.keys.groups[good], move.block_ids[good], self._slots, move.offsets[good]
+        )
+        self._report.counters["copied_in_bytes"] += int(
+            self._block_bytes[move.keys.groups[good]].sum()
+        )
+        if good.all():
+            self._report.loaded.add(load.request_id)
+        else:
+            names = sorted({Outcome(o).name for o in outcomes[~good].tolist()})
+            self._fail_load(load, move.block_ids[~good], ", ".join(names))
+
+    def _fail_load(self, load: _Load, block_ids: NDArray[np.int32], why: str) -> None:
+        log.warning(
+            "tierkv: %d of %d blocks for request %s could not be loaded (%s); recomputing",
+            len(block_ids),
+            len(load.move),
+            load.request_id,
+            why,
+        )
+        self._report.counters["failed_loads"] += 1
+        if _takes_block_ids(self._layout):
+            self._report.failed_blocks.update(block_ids.tolist())
+            self._report.loaded.add(load.request_id)
+        else:
+            self._report.failed.add(load.request_id)
+
+    def _give_up(self) -> None:
+        """Let requests go whose load takes too long.
+
+        Their pages may be given to others at once: a late answer finds no load and copies nothing.
+        Its slots stay leased until then, which is the scheduler side's affair.
+        """
+        now = time.monotonic()
+        for move_id in [i for i, load in self._loads.items() if load.give_up_at < now]:
+            load = self._loads.pop(move_id)
+            self._fail_load(load, load.move.block_ids, Outcome.TIMED_OUT.name)
+
+    def _bytes_of(self, move: Move) -> int:
+        return int(self._block_bytes[move.keys.groups].sum())
+
+    # The end -----------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Wait for saves on their way, within `close_timeout_s`, and close the storage half.
+
+        Safe to call twice. Nothing is promised to anyone any more, so whatever space the tier
+        wants back is agreed to here.
+        """
+        if not self._open:
+            return
+        self._open = False
+        until = time.monotonic() + self._options.close_timeout_s
+        self._agree_to_all()
+        while self._saving and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            self._poll()
+            self._agree_to_all()
+        if self._saving:
+            log.warning("tierkv: %d saves did not end before the shutdown", len(self._saving))
+        self._storage.close(deadline_s=max(until - time.monotonic(), 1.0))
+        del self._slots
+        self._arena.close()
+
+    def _note(self, command: Packed) -> None:
+        if command[0] == "agree" and command[1] == self._rank:
+            self._retiring.discard(command[2])
+
+    def _agree_to_all(self) -> None:
+        for retire_id in self._retiring:
+            self._storage.agree(retire_id)
+        self._retiring.clear()
+
+
+def _takes_block_ids(layout: Layout) -> bool:
+    """Whether a failed load is reported by block ids, which keeps the prefix before them.
+
+    The engine takes ids with one group only. It resumes at the first bad block, so every block
+    before that must be there: not so in a window group, whose hit loads the last window alone.
+    """
+    return len(layout.groups) == 1 and layout.groups[0].kind is GroupKind.FULL
