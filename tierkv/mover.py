@@ -341,8 +341,9 @@ class Mover:
             return
         word = move.kind.name.lower()
         mine = outcomes[run.mine]
-        for value, n in enumerate(np.bincount(mine, minlength=len(Outcome)).tolist()):
-            self._count[f"{Outcome(value).name.lower()}_{word}_blocks"] += n
+        for value, n in enumerate(np.bincount(mine).tolist()):
+            if n:
+                self._count[f"{Outcome(value).name.lower()}_{word}_blocks"] += n
         done = run.mine[mine == Outcome.DONE]
         self._count[f"{word}_bytes"] += int(self._block_bytes[move.keys.groups[done]].sum())
 
