@@ -98,7 +98,7 @@ def test_a_block_is_named_by_the_hash_of_its_last_unit() -> None:
     assert layout.hash_block_tokens == 64
     assert [reach.block_hash_index(layout, 0, i) for i in (0, 1)] == [3, 7]
     assert [reach.block_hash_index(layout, 1, i) for i in (0, 1)] == [0, 1]
-    with pytest.raises(ValueError, match="'scratch'.*no hash"):
+    with pytest.raises(ValueError, match=r"'scratch'.*no hash"):
         reach.block_hash_index(layout, 2, 0)
     assert reach.alignment_block_count(layout, 2) == 0
 
