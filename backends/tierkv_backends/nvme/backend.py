@@ -1,0 +1,453 @@
+"""`NvmeBackend`: batches in, batches out. Tables here on the loop, I/O in the pool's threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import islice
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.backend import (
+    Backend,
+    BackendContext,
+    BlockBatch,
+    Outcomes,
+    Usage,
+    Verification,
+    finish,
+)
+from tierkv.blocks import Keys, Outcome
+from tierkv.errors import StoreBusyError, StoreError, StoreUnusableError
+from tierkv.urls import TierURL
+from tierkv_backends.nvme import quota
+from tierkv_backends.nvme.assemble import Assembled, assemble_sync
+from tierkv_backends.nvme.counters import Counters
+from tierkv_backends.nvme.format import Snapshot, SnapshotSegment, largest_block
+from tierkv_backends.nvme.options import Options
+from tierkv_backends.nvme.space import Space
+from tierkv_backends.nvme.store import Store, open_sync
+from tierkv_backends.nvme.table import Segment, State, Table, by_segment
+from tierkv_backends.nvme.transfer import (
+    Extent,
+    ReadDone,
+    ReadPart,
+    WriteRun,
+    Written,
+    fill_records,
+    is_aligned,
+    plan_extents,
+    read_part_sync,
+    split_part,
+    write_run_sync,
+)
+from tierkv_backends.nvme.verify import verify_root_sync
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+RUN_EXTENTS: Final = 8
+"""Extents that one trip to a thread writes: 16 MiB, some 10 ms of a fast disk, so that the trip
+costs nothing and a cancelled write ends soon."""
+
+SPLIT_BYTES: Final = 512 << 10
+"""Reads of less than this stay in one thread: a trip costs as much as reading 64 KiB."""
+
+SCAN_KEYS: Final = 1 << 16
+
+
+class NvmeBackend(Backend):
+    """``nvme:///DIR?capacity=500GiB``: log-structured segments on a local disk.
+
+    Options: `capacity`, hard quota of DIR in physical bytes (default: a fifth of what is free);
+    `segment`, bytes of a segment file (default 256MiB); `direct`, ``auto``, ``on`` or ``off``;
+    `threads`, size of the I/O pool (default 4). See `tierkv_backends.nvme.format` for what lies
+    on media, and `tierkv_backends.nvme.space` for how room is made.
+    """
+
+    scheme = "nvme"
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._counters = Counters()
+        self._pool: ThreadPoolExecutor | None = None
+        self._opened: Store | None = None
+        self._table = Table()
+        self._space: Space | None = None
+        self._lane = asyncio.Lock()
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> NvmeBackend:
+        """`ConfigError` for an unknown or bad option."""
+        return cls(Options.parse(url))
+
+    # Life. -------------------------------------------------------------------------------------
+
+    async def open(self, context: BackendContext) -> None:
+        """Own this namespace's and rank's directory, and read its index. No payload is read.
+
+        `StoreBusyError` where another process has it, `StoreUnusableError` where the directory is
+        unwritable, full or no directory, `CapacityError` where two segments do not fit.
+        """
+        if self._opened is not None:
+            raise StoreError(f"nvme store {self._options.root} is open already")
+        self._pool = ThreadPoolExecutor(self._options.threads, "tierkv-nvme")
+        try:
+            await finish(self._take_over(context))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _take_over(self, context: BackendContext) -> None:
+        store, recovered = await self._run(open_sync, self._options, context)
+        self._opened = store
+        assembled: Assembled = await self._run(assemble_sync, store, recovered)
+        self._table = assembled.table
+        self._space = Space(store, assembled, self._counters, run=self._run, retire=context.retire)
+        self._space.sequence = recovered.sequence
+
+    async def close(self) -> None:
+        """Leave a snapshot behind and give everything back."""
+        await finish(self._close())
+
+    async def _close(self) -> None:
+        if self._space is not None:
+            await self._space.close()
+        async with self._lane:
+            store, self._opened = self._opened, None
+            space, self._space = self._space, None
+            if store is not None:
+                if space is not None:
+                    await self._run(store.save_snapshot_sync, self._snapshot(store, space))
+                await self._run(store.close_sync)
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.shutdown(wait=False)
+        self._table = Table()
+
+    def _run(self, function: Callable[..., _T], *arguments: object) -> asyncio.Future[_T]:
+        """Run a blocking function in the pool. Wrap it in `finish` where it has buffers."""
+        if self._pool is None:
+            raise StoreError(f"nvme store {self._options.root} is closed")
+        return asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def _live(self) -> tuple[Store, Space]:
+        if self._opened is None or self._space is None:
+            raise StoreError(f"nvme store {self._options.root} is not open")
+        return self._opened, self._space
+
+    def _snapshot(self, store: Store, space: Space) -> Snapshot:
+        coldest_first = sorted(self._table.segments.values(), key=lambda s: s.touched)
+        rows = []
+        for segment in coldest_first:
+            live = self._table.live_rows(segment)
+            if segment.state is State.SPARE or not len(live):
+                continue
+            rows.append(
+                SnapshotSegment(
+                    number=segment.number,
+                    root=segment.root,
+                    end=segment.end,
+                    link=segment.link,
+                    sealed=segment is not space.active,
+                    hashes=b"".join(segment.hashes[i] for i in live.tolist()),
+                    rows=segment.rows[live],
+                )
+            )
+        return Snapshot(
+            epoch=store.meta.epoch,
+            namespace=store.meta.namespace,
+            sequence=space.sequence,
+            segments=tuple(rows),
+        )
+
+    # Writing. ----------------------------------------------------------------------------------
+
+    async def write(self, batch: BlockBatch) -> Outcomes:
+        """DONE, DECLINED (no room, cleared meanwhile) or FAILED (the disk said no) per key.
+
+        DONE means readable after SIGKILL. Blocks are coalesced into extents; one write at a time.
+        """
+        store, space = self._live()
+        epoch = store.meta.epoch
+        outcomes = np.full(len(batch), Outcome.DONE, np.uint8)
+        if not self._unwritten(batch.keys).size:
+            return outcomes
+        async with self._lane:
+            left = self._unwritten(batch.keys)
+            self._counters.bytes_asked += int(batch.records["stored_bytes"][left].sum())
+            left = self._declined_if_too_large(batch, left, outcomes)
+            while len(left):
+                if self._opened is not store or store.meta.epoch != epoch:
+                    outcomes[left] = Outcome.DECLINED
+                    break
+                left = await self._write_some(store, space, batch, left, outcomes)
+        self._counters.blocks_declined += int((outcomes == Outcome.DECLINED).sum())
+        return outcomes
+
+    def _unwritten(self, keys: Keys) -> NDArray[np.intp]:
+        """Positions of keys that are nowhere, or in a segment that is about to go."""
+        places = self._table.find(keys)
+        unwritten = places < 0
+        for number, positions, _ in by_segment(places):
+            if self._table.segments[number].state is State.RETIRING:
+                unwritten[positions] = True
+        return np.flatnonzero(unwritten)
+
+    def _declined_if_too_large(
+        self, batch: BlockBatch, left: NDArray[np.intp], outcomes: Outcomes
+    ) -> NDArray[np.intp]:
+        """Decline blocks that no segment can hold; `open` refused such layouts already."""
+        fits = batch.records["stored_bytes"][left] <= largest_block(self._options.segment_bytes)
+        outcomes[left[~fits]] = Outcome.DECLINED
+        return left[fits]
+
+    async def _write_some(
+        self,
+        store: Store,
+        space: Space,
+        batch: BlockBatch,
+        left: NDArray[np.intp],
+        outcomes: Outcomes,
+    ) -> NDArray[np.intp]:
+        """Write as many blocks as one run and segment take; the positions still to be written."""
+        try:
+            sizes = batch.records["stored_bytes"][left].astype(np.int64)
+            segment = await space.room(int(sizes[0]))
+            if segment is None:
+                outcomes[left] = Outcome.DECLINED
+                return left[:0]
+            padded = -(-sizes // segment.alignment) * segment.alignment
+            extents = tuple(islice(plan_extents(padded, left, segment), RUN_EXTENTS))
+            written = await finish(self._write_run(store, space, segment, batch, extents))
+        except StoreBusyError as exc:
+            log.warning("nvme: no segment could be made: %s", exc)
+            outcomes[left] = Outcome.DECLINED
+            return left[:0]
+        except OSError as exc:
+            written = Written(link=0, error=exc)
+            extents = ()
+        planned = sum(len(extent.rows) for extent in extents)
+        done = sum(len(rows) for _, rows in written.blocks)
+        if written.error is not None:
+            self._counters.write_errors += 1
+            log.warning("nvme: writing to %s failed: %s", store.directory, written.error)
+            outcomes[left[done:]] = Outcome.FAILED
+            return left[:0]
+        return left[planned:]
+
+    async def _write_run(
+        self,
+        store: Store,
+        space: Space,
+        segment: Segment,
+        batch: BlockBatch,
+        extents: tuple[Extent, ...],
+    ) -> Written:
+        """Write extents and publish those that are in place. Not to be cancelled half-way."""
+        run = WriteRun(
+            path=segment.path,
+            alignment=segment.alignment,
+            generation=segment.generation,
+            sequence=space.sequence + 1,
+            nonce=store.nonce,
+            link=segment.link,
+            extents=extents,
+        )
+        direct = store.direct(segment) and self._aligned(store, batch)
+        written: Written = await self._run(self._write_sync, store, run, batch, direct)
+        for extent, (hashes, rows) in zip(extents, written.blocks, strict=False):
+            self._table.publish(segment, hashes, rows)
+            segment.end = extent.start + extent.nbytes
+        segment.link = written.link
+        space.sequence += len(written.blocks)
+        self._table.touch(segment)
+        self._counters.bytes_written += written.nbytes
+        if isinstance(written.error, FileNotFoundError):
+            await space.drop(segment)
+        elif written.torn:
+            await space.seal()  # what lies behind its end is not known
+        return written
+
+    @staticmethod
+    def _write_sync(store: Store, run: WriteRun, batch: BlockBatch, direct: bool) -> Written:
+        return write_run_sync(store.files, run, batch, direct=direct)
+
+    def _aligned(self, store: Store, batch: BlockBatch) -> bool:
+        """Whether the arena is fit for direct I/O; counted and said once where it is not."""
+        if is_aligned(batch, store.files.mode.memory_alignment):
+            return True
+        if not self._counters.unaligned_batches:
+            log.warning("nvme: the arena is not aligned for direct I/O; buffered for such batches")
+        self._counters.unaligned_batches += 1
+        return False
+
+    # Reading. ----------------------------------------------------------------------------------
+
+    async def read(self, batch: BlockBatch) -> Outcomes:
+        """DONE, MISSING (not here, another length, cut short) or FAILED (read error) per key.
+
+        Neighbours on media share a system call; batches of some size are spread over the threads.
+        """
+        store, space = self._live()
+        epoch = store.meta.epoch
+        outcomes = np.full(len(batch), Outcome.MISSING, np.uint8)
+        places = self._table.find(batch.keys)
+        parts: list[tuple[Segment, ReadPart]] = []
+        for number, positions, rows in by_segment(places):
+            segment = self._table.segments[number]
+            part = self._part(segment, batch, positions, rows)
+            parts += [(segment, piece) for piece in self._pieces(part)]
+        for segment, _ in parts:
+            segment.readers += 1
+        try:
+            done = await finish(self._read_parts(store, batch, parts))
+        finally:
+            for segment, _ in parts:
+                segment.readers -= 1
+            space.released()
+        if store.meta.epoch != epoch:  # cleared meanwhile: whatever was read is nobody's
+            return outcomes
+        for (segment, part), result in zip(parts, done, strict=True):
+            outcomes[part.rows] = result.outcomes
+            await self._note(space, batch, segment, part, result)
+        return outcomes
+
+    def _part(
+        self,
+        segment: Segment,
+        batch: BlockBatch,
+        positions: NDArray[np.intp],
+        rows: NDArray[np.intp],
+    ) -> ReadPart:
+        """The blocks of one segment whose length is right, as they lie on media; records filled."""
+        columns = segment.rows[rows]
+        fits = columns["stored_bytes"] == batch.nbytes[positions]
+        order = np.argsort(columns["offset"][fits], kind="stable")
+        columns, positions = columns[fits][order], positions[fits][order]
+        fill_records(batch, positions, columns)
+        self._table.touch(segment)
+        sizes = columns["stored_bytes"].astype(np.int64)
+        return ReadPart(
+            path=segment.path,
+            rows=positions,
+            starts=columns["offset"].astype(np.int64),
+            padded=-(-sizes // segment.alignment) * segment.alignment,
+        )
+
+    def _pieces(self, part: ReadPart) -> list[ReadPart]:
+        if not len(part.rows):
+            return []
+        pieces = min(self._options.threads, 1 + int(part.padded.sum()) // SPLIT_BYTES)
+        return list(split_part(part, pieces))
+
+    async def _read_parts(
+        self, store: Store, batch: BlockBatch, parts: list[tuple[Segment, ReadPart]]
+    ) -> list[ReadDone]:
+        if not parts:
+            return []
+        aligned = self._aligned(store, batch)
+        jobs = [
+            self._run(self._read_sync, store, part, batch, aligned and store.direct(segment))
+            for segment, part in parts
+        ]
+        await asyncio.wait(jobs)  # all of them, before anyone's buffer is given back
+        return [job.result() for job in jobs]
+
+    @staticmethod
+    def _read_sync(store: Store, part: ReadPart, batch: BlockBatch, direct: bool) -> ReadDone:
+        return read_part_sync(store.files, part, batch, direct=direct)
+
+    async def _note(
+        self, space: Space, batch: BlockBatch, segment: Segment, part: ReadPart, result: ReadDone
+    ) -> None:
+        """Count, and forget what is proven to be gone."""
+        good = result.outcomes == Outcome.DONE
+        lost = part.rows[result.outcomes == Outcome.MISSING]
+        self._counters.bytes_read += int(batch.nbytes[part.rows[good]].sum())
+        self._counters.read_errors += int((result.outcomes == Outcome.FAILED).sum())
+        self._counters.blocks_lost += len(lost)
+        if result.gone:
+            log.warning("nvme: %s is gone; its blocks are forgotten", segment.path)
+            await space.drop(segment)
+        elif len(lost):
+            log.warning("nvme: %s is cut short; %d blocks forgotten", segment.path, len(lost))
+            segment.whole = False
+            self._table.forget(batch.keys.take(lost))
+
+    # Asking and forgetting. ----------------------------------------------------------------------
+
+    async def contains(self, keys: Keys) -> NDArray[np.bool_]:
+        """From memory."""
+        self._live()
+        return self._table.find(keys) >= 0
+
+    async def delete(self, keys: Keys) -> None:
+        """Forget in memory; for good at a clean close. A kill before that may bring one back."""
+        self._live()
+        self._table.forget(keys)
+
+    async def clear(self) -> None:
+        """Forget everything for good, kills and power loss included.
+
+        `StoreUnusableError` where that cannot be made durable; it is forgotten in memory then.
+        """
+        self._live()
+        await finish(self._clear())
+
+    async def _clear(self) -> None:
+        async with self._lane:
+            store, space = self._live()
+            try:
+                await self._run(store.raise_epoch_sync)
+            except OSError as exc:
+                raise StoreUnusableError(
+                    f"nvme store {store.directory}: clear cannot be made durable: {exc.strerror}"
+                ) from exc
+            finally:
+                self._table.clear()
+                space.blank_all()
+
+    async def scan(self) -> AsyncIterator[Keys]:
+        """Keys as they were when the iteration began."""
+        self._live()
+        for keys in self._table.scan(SCAN_KEYS):
+            yield keys
+
+    async def usage(self) -> Usage:
+        """Physical bytes are those of all segment files in the root, whoever's they are."""
+        store, _ = self._live()
+        mode = store.files.mode
+        physical = await self._run(quota.physical_bytes_sync, self._options.root)
+        return Usage(
+            blocks=len(self._table),
+            payload_bytes=self._table.payload_bytes,
+            physical_bytes=physical,
+            capacity_bytes=store.capacity_bytes,
+            modes={
+                "io": "threads",
+                "threads": str(self._options.threads),
+                "direct": "yes" if mode.enabled else f"no ({mode.reason})",
+                "alignment": str(mode.alignment),
+            },
+            counters=asdict(self._counters) | {"direct_fallbacks": store.files.direct_fallbacks},
+        )
+
+    async def verify(self, progress: Callable[[int, int], None]) -> Verification:
+        """Read every published block of every namespace and rank in the root, and prove it.
+
+        Directories whose owner runs are left out, with a log line: their segments may be used
+        again while they are read. Call it on a backend that is not open.
+        """
+        loop = asyncio.get_running_loop()
+
+        def tell(done: int, total: int) -> None:
+            loop.call_soon_threadsafe(progress, done, total)
+
+        return await asyncio.to_thread(verify_root_sync, self._options.root, tell)

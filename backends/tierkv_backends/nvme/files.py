@@ -1,0 +1,174 @@
+"""Descriptors and system calls. All of it blocks; every fault of a device enters here."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tierkv_backends.nvme.direct import DirectMode, aligned_buffer
+
+log = logging.getLogger(__name__)
+
+MAX_VECTORS: Final = 1024
+"""IOV_MAX of Linux: buffers in one preadv or pwritev."""
+
+MAX_DESCRIPTORS: Final = 256
+"""Idle descriptors that stay open. The usual soft limit of a process is 1024."""
+
+
+@dataclass(slots=True)
+class _Open:
+    fd: int
+    users: int = 0
+
+
+class Files:
+    """Open segment files, shared by the pool's threads, and the I/O mode in force.
+
+    A descriptor is closed only when nobody uses it, and then at the latest by `close_sync`.
+    """
+
+    def __init__(self, mode: DirectMode) -> None:
+        self.mode = mode
+        self.direct_fallbacks = 0
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[Path, bool], _Open] = OrderedDict()
+        self._closed = False
+
+    @contextmanager
+    def use_sync(self, path: Path, *, direct: bool) -> Iterator[int]:
+        """The descriptor of an existing file, for as long as the block lasts."""
+        key = (path, direct)
+        with self._lock:
+            entry = self._open.get(key)
+            if entry is None:
+                flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+                entry = self._open[key] = _Open(os.open(path, flags))
+            entry.users += 1
+            self._open.move_to_end(key)
+        try:
+            yield entry.fd
+        finally:
+            with self._lock:
+                entry.users -= 1
+                self._trim_sync()
+
+    def forget_sync(self, path: Path) -> None:
+        """Close what is open at `path`; it was deleted."""
+        with self._lock:
+            for direct in (False, True):
+                entry = self._open.get((path, direct))
+                if entry is not None and entry.users == 0:
+                    del self._open[path, direct]
+                    os.close(entry.fd)
+
+    def refuse_direct(self, reason: str) -> None:
+        """Direct I/O was promised and does not work: buffered from now on, said once."""
+        with self._lock:
+            if not self.mode.enabled:
+                return
+            self.mode = DirectMode(
+                enabled=False,
+                reason=reason,
+                alignment=self.mode.alignment,
+                memory_alignment=self.mode.memory_alignment,
+            )
+            self.direct_fallbacks += 1
+        log.warning("nvme: direct I/O stopped working (%s); buffered from now on", reason)
+
+    def close_sync(self) -> None:
+        """Close all descriptors: idle ones now, the others when their users are done."""
+        with self._lock:
+            self._closed = True
+            self._trim_sync()
+
+    def _trim_sync(self) -> None:
+        keep = 0 if self._closed else MAX_DESCRIPTORS
+        if len(self._open) <= keep:
+            return
+        for key, entry in list(self._open.items()):
+            if len(self._open) <= keep:
+                break
+            if entry.users == 0:
+                del self._open[key]
+                os.close(entry.fd)
+
+
+def write_all_sync(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Write all of `buffers` at `offset`, going on after short writes. Returns the bytes.
+
+    `OSError` where it cannot be done; what lies at `offset` is undefined then.
+    """
+    total = 0
+    for at in range(0, len(buffers), MAX_VECTORS):
+        left = list(buffers[at : at + MAX_VECTORS])
+        while left:
+            n = os.pwritev(fd, left, offset + total)
+            if n <= 0:
+                raise OSError(errno.EIO, "a write wrote nothing")
+            total += n
+            left = _after(left, n)
+    return total
+
+
+def read_into_sync(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill `buffers` (at most `MAX_VECTORS`) from `offset`. Returns the bytes; fewer at the end."""
+    left = list(buffers)
+    total = 0
+    while left:
+        n = os.preadv(fd, left, offset + total)
+        if n <= 0:
+            break
+        total += n
+        left = _after(left, n)
+    return total
+
+
+def _after(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    for i, buffer in enumerate(buffers):
+        if nbytes < buffer.nbytes:
+            return [buffer[nbytes:], *buffers[i + 1 :]] if nbytes else buffers[i:]
+        nbytes -= buffer.nbytes
+    return []
+
+
+def read_exactly_sync(path: Path, parts: Sequence[tuple[int, int]]) -> list[bytes]:
+    """The bytes at (offset, length) of `path`, through the page cache; shorter past its end."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return [os.pread(fd, nbytes, offset) for offset, nbytes in parts]
+    finally:
+        os.close(fd)
+
+
+def as_aligned(data: bytes, alignment: int) -> memoryview:
+    """A page-aligned copy of `data`, zero-padded to `alignment`, as direct I/O wants it."""
+    nbytes = -(-len(data) // alignment) * alignment
+    buffer = aligned_buffer(nbytes)
+    buffer[: len(data)] = data
+    return memoryview(buffer)[:nbytes]
+
+
+def replace_sync(path: Path, data: bytes, *, durable: bool) -> None:
+    """Write a file under a temporary name and rename it; durable: against power loss as well."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.replace(path)
+    if durable:
+        fd = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,264 @@
+"""Reading a directory at open: meta, snapshot, footers, chains of extents. Changes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from tierkv_backends.nvme.files import read_exactly_sync
+from tierkv_backends.nvme.format import (
+    ENTRY_BYTES,
+    EXTENT_FIXED,
+    FORMAT_VERSION,
+    PAGE,
+    ROW_DTYPE,
+    ExtentHeader,
+    Rows,
+    SegmentHeader,
+    Snapshot,
+    SnapshotSegment,
+    Trailer,
+    end_bytes,
+    round_up,
+    split_entries,
+)
+from tierkv_backends.nvme.quota import META_NAME, SNAPSHOT_NAME, segment_paths_sync
+
+log = logging.getLogger(__name__)
+
+_FIRST_READ: Final = PAGE
+"""An extent of up to 55 blocks has its whole header in its first page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meta:
+    """What ``meta.json`` says."""
+
+    namespace: bytes
+    namespace_text: str
+    rank: int
+    data_parallel_rank: int
+    epoch: int
+
+    def pack(self) -> bytes:
+        """The file's bytes."""
+        return (
+            json.dumps(
+                {
+                    "format": FORMAT_VERSION,
+                    "namespace": self.namespace.hex(),
+                    "text": self.namespace_text,
+                    "rank": self.rank,
+                    "data_parallel_rank": self.data_parallel_rank,
+                    "epoch": self.epoch,
+                },
+                indent=1,
+            )
+            + "\n"
+        ).encode()
+
+    @classmethod
+    def read_sync(cls, directory: Path) -> Meta | None:
+        """None where there is none that this version can read."""
+        try:
+            data: Any = json.loads((directory / META_NAME).read_text())
+            if data["format"] != FORMAT_VERSION:
+                return None
+            return cls(
+                namespace=bytes.fromhex(data["namespace"]),
+                namespace_text=str(data["text"]),
+                rank=int(data["rank"]),
+                data_parallel_rank=int(data["data_parallel_rank"]),
+                epoch=int(data["epoch"]),
+            )
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """One segment file as it lies there. header: None where it does not prove right.
+
+    rows, hashes: its blocks. end, link: where and how the chain goes on. sealed: nothing may be
+    appended. size: bytes of the file.
+    """
+
+    path: Path
+    number: int
+    size: int
+    header: SegmentHeader | None = None
+    blank: bool = False
+    sequence: int = 0
+    hashes: bytes = b""
+    rows: Rows = field(default_factory=lambda: np.empty(0, ROW_DTYPE))
+    end: int = PAGE
+    link: int = 0
+    sealed: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovered:
+    """Everything in a directory. segments: coldest first. unreadable: files that gave an error."""
+
+    sequence: int = 0
+    segments: list[Found] = field(default_factory=list)
+    unreadable: list[Path] = field(default_factory=list)
+    from_snapshot: bool = False
+
+
+def recover_sync(directory: Path, meta: Meta) -> Recovered:
+    """Read what `directory` holds of the epoch that `meta` names. No payload is read."""
+    found = Recovered()
+    snapshot = _snapshot_sync(directory, meta)
+    known = {s.number: s for s in snapshot.segments} if snapshot else {}
+    order = {number: i for i, number in enumerate(known)}
+    for path in segment_paths_sync(directory):
+        try:
+            segment = _segment_sync(path, meta, known if snapshot else None)
+        except OSError as exc:
+            log.warning("nvme: %s cannot be read at open: %s", path, exc)
+            found.unreadable.append(path)
+            continue
+        if segment is not None:
+            found.segments.append(segment)
+    found.segments.sort(key=lambda s: (order.get(s.number, -1), s.sequence, s.number))
+    found.sequence = max([s.sequence for s in found.segments], default=0)
+    if snapshot:
+        found.from_snapshot = True
+        found.sequence = max(found.sequence, snapshot.sequence)
+    return found
+
+
+def number_of(path: Path) -> int | None:
+    """The number in a segment's name."""
+    digits = path.stem.removeprefix("seg-")
+    return int(digits) if digits.isdecimal() else None
+
+
+def _snapshot_sync(directory: Path, meta: Meta) -> Snapshot | None:
+    try:
+        snapshot = Snapshot.unpack((directory / SNAPSHOT_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        log.warning("nvme: the snapshot of %s cannot be read: %s", directory, exc)
+        return None
+    if snapshot is None:
+        log.warning("nvme: the snapshot of %s does not prove right; reading footers", directory)
+    elif (snapshot.epoch, snapshot.namespace) != (meta.epoch, meta.namespace):
+        return None
+    return snapshot
+
+
+def _segment_sync(path: Path, meta: Meta, known: dict[int, SnapshotSegment] | None) -> Found | None:
+    number = number_of(path)
+    if number is None:
+        log.info("nvme: %s is no segment of ours; left alone", path)
+        return None
+    (page,) = read_exactly_sync(path, [(0, PAGE)])
+    found = Found(path=path, number=number, size=path.stat().st_size)
+    header = found.header = SegmentHeader.unpack(page)
+    if header is None:
+        found.blank = len(page) == PAGE and not any(page)
+        return found
+    if header.epoch != meta.epoch or header.namespace != meta.namespace:
+        return found
+    if header.number != number:  # a copy or a renamed file: its blocks are where it came from
+        return found
+    if known is not None:
+        _take_snapshot(found, header, known.get(number))
+    elif not _take_footer_sync(found, header):
+        _take_chain_sync(found, header)
+    _drop_out_of_range(found)
+    return found
+
+
+def _take_snapshot(found: Found, header: SegmentHeader, row: SnapshotSegment | None) -> None:
+    """A segment that the snapshot does not know, or knew in another use, holds nothing."""
+    if row is None or row.root != header.root:
+        return
+    found.hashes, found.rows = row.hashes, row.rows
+    found.end, found.link, found.sealed = row.end, row.link, row.sealed
+
+
+def _take_footer_sync(found: Found, header: SegmentHeader) -> bool:
+    (page,) = read_exactly_sync(found.path, [(header.nbytes - PAGE, PAGE)])
+    trailer = Trailer.unpack(page)
+    if trailer is None or (trailer.generation, trailer.root) != (header.generation, header.root):
+        return False
+    footer_bytes = trailer.n * ENTRY_BYTES
+    start = header.nbytes - PAGE - round_up(footer_bytes, header.alignment)
+    if start < PAGE:
+        return False
+    (footer,) = read_exactly_sync(found.path, [(start, footer_bytes)])
+    if xxhash.xxh3_64_intdigest(footer) != trailer.footer_sum:
+        log.warning("nvme: the footer of %s does not prove right; walking it", found.path)
+        return False
+    found.hashes, found.rows = split_entries(footer, trailer.n)
+    found.end, found.sealed, found.sequence = trailer.end, True, trailer.sequence
+    return True
+
+
+def _take_chain_sync(found: Found, header: SegmentHeader) -> None:
+    found.link = header.root
+    hashes, rows = [], []
+    fd = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for extent, link, entries in walk_sync(fd, header):
+            some_hashes, some_rows = split_entries(entries, extent.n)
+            hashes.append(some_hashes)
+            rows.append(some_rows)
+            found.end, found.link = extent.start + extent.nbytes, link
+            found.sequence = extent.sequence
+    finally:
+        os.close(fd)
+    found.hashes = b"".join(hashes)
+    found.rows = np.concatenate(rows) if rows else found.rows
+
+
+def walk_sync(fd: int, header: SegmentHeader) -> Iterator[tuple[ExtentHeader, int, bytes]]:
+    """(header, link, entries) of each extent, until the chain ends."""
+    at, link, sequence = PAGE, header.root, 0
+    while at + PAGE <= header.nbytes:
+        data = os.pread(fd, _FIRST_READ, at)
+        parsed = ExtentHeader.unpack_fixed(data)
+        if parsed is None:
+            return
+        extent, claimed = parsed
+        if (extent.generation, extent.link, extent.start) != (header.generation, link, at):
+            return
+        end = EXTENT_FIXED + extent.n * ENTRY_BYTES
+        if extent.sequence <= sequence or at + max(extent.nbytes, end) > header.nbytes:
+            return
+        if end > len(data):
+            data += os.pread(fd, end - len(data), at + len(data))
+        entries = extent.entries_in(data, claimed)
+        if entries is None or extent.nbytes % PAGE or extent.nbytes < end:
+            return
+        yield extent, claimed, entries
+        at, link, sequence = at + extent.nbytes, claimed, extent.sequence
+
+
+def _drop_out_of_range(found: Found) -> None:
+    """Forget blocks beyond the file's end: it was truncated."""
+    header = found.header
+    if header is None or not len(found.rows):
+        return
+    limit = min(found.size, header.nbytes - end_bytes(0, header.alignment))
+    rows = found.rows
+    inside = rows["offset"] + rows["stored_bytes"] <= limit
+    if not inside.all():
+        log.warning(
+            "nvme: %s is cut short; %d blocks in it are gone", found.path, int((~inside).sum())
+        )
+        table = np.frombuffer(found.hashes, "V32")
+        found.rows, found.hashes = rows[inside], table[inside].tobytes()
+        found.sealed = True

@@ -1,0 +1,259 @@
+"""One owner's directory: lock, meta, segments. The blocking half of the backend; no table here."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from tierkv.backend import BackendContext
+from tierkv.errors import CapacityError, StoreUnusableError
+from tierkv_backends.nvme import quota
+from tierkv_backends.nvme.direct import DirectMode, probe_sync
+from tierkv_backends.nvme.files import Files, as_aligned, replace_sync, write_all_sync
+from tierkv_backends.nvme.format import (
+    PAGE,
+    SegmentHeader,
+    Snapshot,
+    Trailer,
+    join_entries,
+    largest_block,
+    round_up,
+)
+from tierkv_backends.nvme.lock import own_sync, root_lock_sync
+from tierkv_backends.nvme.options import Direct, Options
+from tierkv_backends.nvme.quota import META_NAME, SNAPSHOT_NAME
+from tierkv_backends.nvme.recovery import Meta, Recovered, recover_sync
+from tierkv_backends.nvme.table import Segment
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Store:
+    """A directory that we own, opened. All methods block: run them in the pool."""
+
+    options: Options
+    directory: Path
+    meta: Meta
+    capacity_bytes: int
+    files: Files
+    lock_fd: int
+    nonce: int
+
+    def segment_path(self, number: int) -> Path:
+        """Where segment `number` lies."""
+        return self.directory / f"seg-{number:08d}.tkv"
+
+    def grow_sync(self, number: int) -> Segment | None:
+        """A new blank segment within the quota, or None."""
+        path, nbytes = self.segment_path(number), self.options.segment_bytes
+        with root_lock_sync(self.options.root):
+            if not quota.grow_sync(
+                self.options.root, path, capacity=self.capacity_bytes, segment_bytes=nbytes
+            ):
+                return None
+        alignment = self.files.mode.alignment
+        return Segment(number=number, path=path, nbytes=nbytes, alignment=alignment)
+
+    def may_grow_sync(self) -> bool:
+        """Whether `grow_sync` would find room within the quota."""
+        with root_lock_sync(self.options.root):
+            return quota.may_grow_sync(
+                self.options.root,
+                self.directory,
+                capacity=self.capacity_bytes,
+                segment_bytes=self.options.segment_bytes,
+            )
+
+    def keep_sync(self, segment: Segment) -> bool:
+        """Whether a segment that was given up may be used again; its file is deleted if not."""
+        with root_lock_sync(self.options.root):
+            keep = (
+                segment.whole
+                and segment.path.exists()
+                and not quota.over_share_sync(
+                    self.options.root, self.directory, capacity=self.capacity_bytes
+                )
+            )
+            if not keep:
+                segment.path.unlink(missing_ok=True)
+        if not keep:
+            self.files.forget_sync(segment.path)
+        return keep
+
+    def direct(self, segment: Segment) -> bool:
+        """Whether I/O on a segment passes the page cache by: not if it was written for less."""
+        mode = self.files.mode
+        return mode.enabled and segment.alignment % mode.alignment == 0
+
+    def use_sync(self, segment: Segment, epoch: int) -> SegmentHeader:
+        """Write the header that makes a blank segment usable, whatever it held before."""
+        header = SegmentHeader.new(
+            alignment=self.files.mode.alignment,
+            number=segment.number,
+            generation=segment.generation + 1,
+            epoch=epoch,
+            nbytes=segment.nbytes,
+            namespace=self.meta.namespace,
+        )
+        self._write_sync(segment, header.pack(), 0)
+        return header
+
+    def seal_sync(self, segment: Segment, hashes: bytes, sequence: int) -> int:
+        """Write footer and trailer of a full segment. Returns the bytes."""
+        entries = join_entries(hashes, segment.rows)
+        trailer = Trailer(
+            generation=segment.generation,
+            root=segment.root,
+            sequence=sequence,
+            n=len(segment.rows),
+            end=segment.end,
+            footer_sum=xxhash.xxh3_64_intdigest(entries),
+        )
+        end = segment.nbytes - PAGE
+        nbytes = 0
+        if entries:
+            start = end - round_up(len(entries), segment.alignment)
+            nbytes += self._write_sync(segment, entries, start)
+        return nbytes + self._write_sync(segment, trailer.pack(), end)
+
+    def _write_sync(self, segment: Segment, data: bytes, offset: int) -> int:
+        """Write a header, footer or trailer; buffered where direct I/O stopped working."""
+        buffers = [as_aligned(data, PAGE)]
+        direct = self.direct(segment)
+        try:
+            with self.files.use_sync(segment.path, direct=direct) as fd:
+                return write_all_sync(fd, buffers, offset)
+        except OSError as exc:
+            if not direct or exc.errno != errno.EINVAL:
+                raise
+        self.files.refuse_direct("writing a header answered EINVAL")
+        with self.files.use_sync(segment.path, direct=False) as fd:
+            return write_all_sync(fd, buffers, offset)
+
+    def raise_epoch_sync(self) -> None:
+        """Make everything older than now unreadable for good, power loss included."""
+        meta = replace(self.meta, epoch=self.meta.epoch + 1)
+        replace_sync(self.directory / META_NAME, meta.pack(), durable=True)
+        self.meta = meta
+
+    def save_snapshot_sync(self, snapshot: Snapshot) -> None:
+        """Leave a snapshot behind; without one the next open reads footers."""
+        try:
+            replace_sync(self.directory / SNAPSHOT_NAME, snapshot.pack(), durable=False)
+        except OSError as exc:
+            log.warning("nvme: no snapshot of %s: %s", self.directory, exc)
+            (self.directory / SNAPSHOT_NAME).unlink(missing_ok=True)
+
+    def close_sync(self) -> None:
+        """Close descriptors and give the lock back."""
+        self.files.close_sync()
+        os.close(self.lock_fd)
+
+
+def open_sync(options: Options, context: BackendContext) -> tuple[Store, Recovered]:
+    """Own the directory of this namespace and rank, and read what it holds.
+
+    Raises `StoreError` or `ConfigError`, one line; nothing is held then.
+    """
+    check_block_bytes(options, context.block_bytes)
+    try:
+        options.root.mkdir(parents=True, exist_ok=True)
+        with root_lock_sync(options.root):
+            capacity = quota.capacity_sync(options)
+            directory = _directory_sync(options.root, context)
+            lock_fd = own_sync(directory)
+        try:
+            return _open_owned_sync(options, context, directory, capacity, lock_fd)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+    except OSError as exc:
+        raise StoreUnusableError(
+            f"nvme store {options.root}: {exc.strerror or exc}"
+            + (f" ({exc.filename})" if exc.filename else "")
+        ) from exc
+
+
+def check_block_bytes(options: Options, block_bytes: tuple[int, ...]) -> None:
+    """`CapacityError` where a block does not fit a segment."""
+    largest = max(block_bytes, default=0)
+    over = largest - largest_block(options.segment_bytes)
+    if over > 0:
+        enough = round_up(options.segment_bytes + over, 1 << 20)
+        raise CapacityError(
+            f"nvme store {options.root}: a block of {largest} bytes does not fit a segment of "
+            f"{options.segment_bytes}; write segment={enough} or more"
+        )
+
+
+def _open_owned_sync(
+    options: Options, context: BackendContext, directory: Path, capacity: int, lock_fd: int
+) -> tuple[Store, Recovered]:
+    with root_lock_sync(options.root):
+        quota.check_share_sync(
+            options.root, directory, capacity=capacity, segment_bytes=options.segment_bytes
+        )
+    meta = Meta.read_sync(directory)
+    if meta is None:
+        meta = _meta_of(context)
+        replace_sync(directory / META_NAME, meta.pack(), durable=False)
+    for stale in (*directory.glob("*.tmp"), *directory.glob("probe-*")):
+        stale.unlink(missing_ok=True)
+    recovered = recover_sync(directory, meta)
+    mode = _probe_sync(options, directory, recovered)
+    (directory / SNAPSHOT_NAME).unlink(missing_ok=True)
+    store = Store(
+        options=options,
+        directory=directory,
+        meta=meta,
+        capacity_bytes=capacity,
+        files=Files(mode),
+        lock_fd=lock_fd,
+        nonce=secrets.randbits(64),
+    )
+    return store, recovered
+
+
+def _probe_sync(options: Options, directory: Path, recovered: Recovered) -> DirectMode:
+    """A full disk with blocks on it is still good for reading, and for writing over old ones."""
+    try:
+        return probe_sync(directory, options.direct)
+    except OSError as exc:
+        if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not recovered.segments:
+            raise
+    if options.direct is Direct.ON:
+        raise StoreUnusableError(f"nvme store {directory}: direct=on, but the disk is full")
+    return DirectMode(enabled=False, reason="the disk was full at open, so it was not tried")
+
+
+def _meta_of(context: BackendContext) -> Meta:
+    return Meta(
+        namespace=context.namespace,
+        namespace_text=context.namespace_text,
+        rank=context.rank,
+        data_parallel_rank=context.data_parallel_rank,
+        epoch=1,
+    )
+
+
+def _directory_sync(root: Path, context: BackendContext) -> Path:
+    """The directory of this owner, made if missing. Foreign ones of its name are passed over."""
+    name = f"{context.namespace.hex()[:16]}-r{context.rank}-d{context.data_parallel_rank}"
+    number = 0
+    while True:
+        directory = root / (f"{name}.{number}" if number else name)
+        number += 1
+        directory.mkdir(exist_ok=True)
+        meta = Meta.read_sync(directory)
+        if meta is not None and meta.namespace == context.namespace:
+            return directory
+        if not (directory / META_NAME).exists() and not quota.segment_paths_sync(directory):
+            return directory
+        log.warning("nvme: %s has another format or namespace; ignored", directory)
