@@ -196,10 +196,9 @@ def show(rows: list[dict[str, Any]]) -> None:
     """The table for people."""
     print("home    block     op    idle GB/s  beside GB/s  kept  spinner kept")
     for r in rows:
-        print(
-            f"{r['home']:7s} {r['block_bytes'] >> 10:4d} KiB  {r['op']:5s}"
-            f" {r['idle_gb_per_s']:8.2f}  {r['beside_gb_per_s']:11.2f}  {r['kept']:4.2f}  {r['spinner_kept']:12.2f}"
-        )
+        what = f"{r['home']:7s} {r['block_bytes'] >> 10:4d} KiB  {r['op']:5s}"
+        rates = f"{r['idle_gb_per_s']:8.2f}  {r['beside_gb_per_s']:11.2f}"
+        print(f"{what} {rates}  {r['kept']:4.2f}  {r['spinner_kept']:12.2f}")
 
 
 def main() -> int:

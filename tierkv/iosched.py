@@ -83,11 +83,22 @@ class _Gate:
 
     def grant_waiters(self) -> None:
         """Start waiters in order for as long as they fit."""
-        while self.waiters and self.fits(self.waiters[0].nbytes):
-            waiter = self.waiters.popleft()
-            self.waiting_bytes -= waiter.nbytes
+        while self.waiters:
+            waiter = self.waiters[0]
+            if waiter.granted.cancelled():  # its task has not had its turn to leave yet
+                self.drop(waiter)
+                continue
+            if not self.fits(waiter.nbytes):
+                return
+            self.drop(waiter)
             self.in_flight_bytes += waiter.nbytes
             waiter.granted.set_result(None)
+
+    def drop(self, waiter: _Waiter) -> None:
+        """Have it wait no more; nothing if it does not."""
+        if waiter in self.waiters:
+            self.waiters.remove(waiter)
+            self.waiting_bytes -= waiter.nbytes
 
 
 class IOScheduler:
@@ -138,8 +149,7 @@ class IOScheduler:
             if waiter.granted.done() and not waiter.granted.cancelled():
                 self._release(lane, nbytes)  # granted in the same breath as it was cancelled
             else:
-                gate.waiters.remove(waiter)
-                gate.waiting_bytes -= nbytes
+                gate.drop(waiter)
                 self._wake()
             raise
         return Admission.GRANTED

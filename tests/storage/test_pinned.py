@@ -1,0 +1,119 @@
+"""The arena: shared, aligned, never more than there is, and gone with its processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierkv import pinned
+from tierkv.errors import CapacityError, StoreUnusableError
+from tierkv.pinned import Arena
+
+MIB = 1 << 20
+
+
+def test_two_mappings_of_one_arena_show_the_same_bytes() -> None:
+    with Arena.create(MIB) as ours, Arena.attach(os.dup(ours.fd), MIB) as theirs:
+        ours.view[4096:4100] = b"abcd"
+        assert theirs.view[4096:4100] == b"abcd"
+        theirs.view[0] = 7
+        assert ours.view[0] == 7
+
+
+def test_the_view_is_page_aligned_and_as_long_as_asked() -> None:
+    with Arena.create(MIB) as arena:
+        address = np.frombuffer(arena.view, np.uint8).ctypes.data
+        assert address % 4096 == 0
+        assert len(arena) == arena.view.nbytes == MIB
+        assert not arena.view.readonly
+
+
+def test_the_arena_has_no_name_that_could_be_left_behind() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with Arena.create(MIB) as arena:
+        assert set(os.listdir("/dev/shm")) == before
+        assert "(deleted)" in os.readlink(f"/proc/self/fd/{arena.fd}")
+        assert not os.get_inheritable(arena.fd)
+
+
+def test_prefault_takes_the_memory_at_once() -> None:
+    with Arena.create(MIB) as lazy, Arena.create(MIB, prefault=True) as taken:
+        assert os.fstat(lazy.fd).st_blocks == 0
+        assert os.fstat(taken.fd).st_blocks * 512 == MIB
+
+
+@pytest.mark.parametrize("nbytes", [0, -4096, 100, 4097])
+def test_a_size_that_is_not_whole_pages_is_refused(nbytes: int) -> None:
+    with pytest.raises(CapacityError, match=f"{nbytes} bytes is not a multiple of 4096"):
+        Arena.create(nbytes)
+
+
+def test_more_than_the_machine_has_is_refused_by_both_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pinned, "available_bytes", lambda: 3 * MIB)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CapacityError, match=f"needs {4 * MIB} .* only {3 * MIB} are free"):
+        Arena.create(4 * MIB)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_container_limit_counts_where_it_is_lower(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1000 kB\n")
+    monkeypatch.setattr(pinned, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(pinned, "_CGROUP", tmp_path)
+    assert pinned.available_bytes() == 1000 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("4096\n")
+    assert pinned.available_bytes() == 1000 << 10
+    (tmp_path / "memory.max").write_text("10000\n")
+    assert pinned.available_bytes() == 10000 - 4096
+
+
+def test_attaching_to_another_size_says_both_numbers() -> None:
+    with Arena.create(MIB) as arena:
+        fd = os.dup(arena.fd)
+        with pytest.raises(StoreUnusableError, match=f"holds {MIB} bytes where {2 * MIB}"):
+            Arena.attach(fd, 2 * MIB)
+        os.close(fd)
+
+
+def test_attaching_to_what_is_no_arena_is_refused() -> None:
+    read_end, write_end = os.pipe()
+    with pytest.raises(StoreUnusableError, match="not the arena it should be"):
+        Arena.attach(read_end, MIB)
+    os.close(read_end)
+    os.close(write_end)
+    with pytest.raises(StoreUnusableError, match="is gone"):
+        Arena.attach(read_end, MIB)
+
+
+def test_close_with_views_about_leaves_them_whole() -> None:
+    arena = Arena.create(MIB)
+    part = arena.view[4096:8192]
+    table = np.frombuffer(arena.view, np.uint8)
+    part[:4] = b"live"
+    fd = arena.fd
+    arena.close()
+    arena.close()
+    assert part[:4] == b"live"
+    assert table[4096] == ord("l")
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    with pytest.raises(ValueError, match="closed"):
+        _ = arena.view
+    with pytest.raises(ValueError, match="closed"):
+        _ = arena.fd
+
+
+def test_closed_arenas_leave_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with Arena.create(MIB) as arena:
+            arena.view[0] = 1
+    assert len(os.listdir("/proc/self/fd")) == before
