@@ -55,6 +55,9 @@ until one ends: each holds slots, and likely a thread."""
 CLOSE_GRACE_S: Final = 1.0
 """What `close` grants, past its deadline, to cancelled calls, and again to the backend's close."""
 
+CLEAR_RETRY_S: Final = 1.0
+"""The first wait before a failed rotation is tried again; it doubles up to a minute."""
+
 _COUNTERS: Final = (
     *(f"{word}_save_blocks" for word in ("done", "declined", "failed", "timed_out")),
     *(f"{word}_load_blocks" for word in ("done", "missing", "corrupt", "failed", "timed_out")),
@@ -407,7 +410,7 @@ class Mover:
         # A late write of old bytes must never follow the clear, so even hung calls are waited for.
         while self._supervisors:
             await asyncio.wait(set(self._supervisors))
-        wait_s = 1.0
+        wait_s = CLEAR_RETRY_S
         while epoch == self._epoch and self._tier is not None and not await self._tier.clear():
             await asyncio.sleep(wait_s)
             wait_s = min(wait_s * 2, 60.0)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import pytest
 import pytest_asyncio
-from tierkv_backends.memory import MemoryBackend
 
 from tierkv.backend import Backend
 from tierkv.blocks import Event, Move, MoveDone, MoveKind, Outcome, Recovered, slot_bytes
@@ -16,6 +15,7 @@ from tierkv.mover import Mover
 from tierkv.pinned import Arena
 from tierkv.storage import StorageConfig
 from tierkv.testing import make_key, make_move, make_payload
+from tierkv_backends.memory import MemoryBackend
 
 BLOCK_BYTES = (5000, 12288)
 SLOT = slot_bytes(max(BLOCK_BYTES))
@@ -27,7 +27,9 @@ E = TypeVar("E")
 class Desk:
     """One mover under test: submit moves of numbered blocks, wait for events by type."""
 
-    def __init__(self, backend: Backend | None, **options: Any) -> None:
+    def __init__(
+        self, backend: Backend | None, *, arena: Arena | None = None, **options: Any
+    ) -> None:
         config = StorageConfig(
             url="memory://",
             namespace=b"\x01" * 32,
@@ -36,7 +38,7 @@ class Desk:
             block_bytes=BLOCK_BYTES,
             **options,
         )
-        self.arena = Arena.create(config.arena_bytes)
+        self.arena = arena or Arena.create(config.arena_bytes)
         self.events: list[Event] = []
         self._changed = asyncio.Event()
         self.mover = Mover(backend, self.arena, config, self._emit)
@@ -88,12 +90,24 @@ class Desk:
         self.mover.submit(move)
         return move.id
 
+    def submit_unfilled(self, kind: MoveKind, numbers: Sequence[int], **more: Any) -> int:
+        move = self.move(kind, numbers, **more)
+        self.mover.submit(move)
+        return move.id
+
     async def done(self, move_id: int) -> list[Outcome]:
         event = await self.event(MoveDone, lambda e: e.move_id == move_id)
         return [Outcome(o) for o in event.outcomes.tolist()]
 
     async def run(self, kind: MoveKind, numbers: Sequence[int], **more: Any) -> list[Outcome]:
         return await self.done(self.submit(kind, numbers, **more))
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """An arena of a desk's size."""
+    with Arena.create(SLOT * SLOTS) as made:
+        yield made
 
 
 class OpenDesk(Protocol):
@@ -116,6 +130,16 @@ async def open_desk() -> AsyncIterator[OpenDesk]:
         await desk.close()
 
 
-@pytest.fixture
-def save() -> MoveKind:
-    return MoveKind.SAVE
+@pytest_asyncio.fixture
+async def open_no_tier() -> AsyncIterator[Callable[[], Awaitable[Desk]]]:
+    """Opens a desk without a tier."""
+    desks: list[Desk] = []
+
+    async def opened() -> Desk:
+        desks.append(Desk(None))
+        await desks[-1].open()
+        return desks[-1]
+
+    yield opened
+    for desk in desks:
+        await desk.close()
