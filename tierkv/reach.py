@@ -206,6 +206,8 @@ class Policy:
                     "like interval:4096"
                 )
             return cls(PolicyKind.INTERVAL, tokens)
+        if text == "auto":
+            raise ConfigError("policy 'auto' is not there yet; write dense, end or interval:TOKENS")
         near = difflib.get_close_matches(name, [str(k) for k in PolicyKind], n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(f"unknown policy {text!r}{hint}; write dense, end or interval:TOKENS")

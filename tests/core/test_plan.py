@@ -15,23 +15,15 @@ from tierkv.layout import Group, GroupKind, Layout
 from tierkv.plan import plan_prompt
 from tierkv.presets import load_preset, preset_names
 
-FIELDS = {
-    *[
-        "model",
-        "tokens",
-        "alignment_tokens",
-        "hash_block_tokens",
-        "policy",
-        "groups",
-        "stored_bytes",
-    ],
-    *["all_blocks_bytes", "saved_fraction", "bytes_per_token", "hit_tokens_resend"],
-    "hit_tokens_longer",
-}
-GROUP_FIELDS = {
-    *["name", "kind", "block_tokens", "window_tokens", "blocks", "stored_blocks", "stored_ranges"],
-    *["block_bytes", "stored_bytes", "all_blocks_bytes"],
-}
+_PLAN = """
+    model tokens alignment_tokens hash_block_tokens policy groups stored_bytes all_blocks_bytes
+    saved_fraction bytes_per_token hit_tokens_resend hit_tokens_longer
+"""
+_GROUP = """
+    name kind block_tokens window_tokens blocks stored_blocks stored_ranges block_bytes
+    stored_bytes all_blocks_bytes
+"""
+FIELDS, GROUP_FIELDS = set(_PLAN.split()), set(_GROUP.split())
 
 
 def test_the_plan_has_the_fields_of_the_design_and_is_plain_json() -> None:

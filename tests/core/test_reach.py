@@ -114,7 +114,7 @@ def test_a_policy_is_written_as_it_is_read(text: str) -> None:
     ("text", "says"),
     [
         ("dens", "did you mean 'dense'"),
-        ("auto", "write dense, end or interval:TOKENS"),
+        ("auto", "'auto' is not there yet; write dense, end or interval:TOKENS"),
         ("", "write dense, end or interval:TOKENS"),
         ("dense:4", "write dense, end or interval:TOKENS"),
         ("interval", "like interval:4096"),
