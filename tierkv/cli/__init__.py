@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from tierkv.cli import demo, doctor, verify
+from tierkv.cli import demo, doctor, plan, verify
 
 app = typer.Typer(
     name="tierkv",
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 
 

@@ -1,0 +1,101 @@
+"""`tierkv plan` says what would be kept, in JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tierkv.cli import app
+from tierkv.cli.plan import BAR_COLUMNS, bar
+from tierkv.plan import plan_prompt
+from tierkv.presets import load_preset, preset_names
+
+LAYOUT = {
+    "hash_block_tokens": None,
+    "groups": [
+        {"name": "mla", "kind": "full", "block_tokens": 256, "block_bytes": 985600},
+        {
+            "name": "swa",
+            "kind": "sliding_window",
+            "block_tokens": 64,
+            "window_tokens": 128,
+            "block_bytes": 1607168,
+        },
+    ],
+}
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> str:
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps(LAYOUT))
+    return str(path)
+
+
+def run(*args: str) -> Any:
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *args])
+
+
+def test_the_json_is_what_the_planner_says(layout: str) -> None:
+    result = run("--layout", layout, "--tokens", "1500", "--policy", "end", "--json")
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert (answer["policy"], answer["hit_tokens_resend"]) == ("end", 1280)
+    assert [g["stored_ranges"] for g in answer["groups"]] == [[[0, 5]], [[18, 20]]]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_known_model_can_be_planned_and_drawn(name: str) -> None:
+    result = run("--model", name, "--tokens", "5000", "--json")
+    assert json.loads(result.stdout) == plan_prompt(load_preset(name), 5000, model=name)
+    drawn = run("--model", name, "--tokens", "5000")
+    assert drawn.exit_code == 0
+    assert "when the same prompt comes again" in drawn.stdout
+
+
+def test_the_picture_fits_a_narrow_terminal(layout: str) -> None:
+    runner = CliRunner(env={"COLUMNS": "80"})
+    args = ["plan", "--layout", layout, "--tokens", "1500", "--policy", "end"]
+    drawn = runner.invoke(app, args).stdout
+    assert "│" + "█" * 48 + " " * 8 + "│" in drawn
+    assert "…" not in drawn
+
+
+def test_the_picture_says_how_many_prompts_fit(layout: str) -> None:
+    result = run("--layout", layout, "--tokens", "1500", "--policy", "end", "--capacity", "1GiB")
+    assert result.exit_code == 0
+    assert "131 of such prompts fit in 1.0 GiB" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((), "name a model with --model or a file with --layout"),
+        (("--model", "llama3-70b", "--layout", "x.json"), "name a model with --model or a file"),
+        (("--model", "llama3-7b"), "did you mean 'llama3-70b'?"),
+        (("--layout", "absent.json"), "layout file absent.json: No such file"),
+        (("--model", "llama3-70b", "--policy", "dens"), "did you mean 'dense'?"),
+        (("--model", "llama3-70b", "--capacity", "many"), "--capacity: 'many' is not a size"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(args: tuple[str, ...], text: str) -> None:
+    result = run("--tokens", "1000", *args)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert text in result.stderr
+
+
+def test_a_prompt_without_tokens_is_refused(layout: str) -> None:
+    result = run("--layout", layout, "--tokens", "0", "--json")
+    assert result.exit_code == 2
+    assert "tokens is 0" in json.loads(result.stdout)["error"]
+
+
+def test_the_bar_shows_whole_partial_and_absent_blocks() -> None:
+    tokens = BAR_COLUMNS * 10  # ten tokens a column, blocks of twenty: two columns a block
+    drawn = bar([[0, 2], [4, 5]], blocks=27, block_tokens=20, tokens=tokens)
+    assert drawn == "████" + "····" + "██" + "·" * 44 + "  "
+    assert bar([[1, 2]], blocks=112, block_tokens=5, tokens=tokens) == "▒" + "·" * 55
