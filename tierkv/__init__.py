@@ -47,8 +47,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tierkv.answers import Flushed as Flushed
+    from tierkv.answers import Loaded as Loaded
+    from tierkv.answers import PrefixHit as PrefixHit
+    from tierkv.answers import Saved as Saved
     from tierkv.blocks import Keys as Keys
     from tierkv.blocks import Outcome as Outcome
+    from tierkv.cache import Cache as Cache
+    from tierkv.device import Pages as Pages
     from tierkv.errors import BackendNotFoundError as BackendNotFoundError
     from tierkv.errors import CacheClosedError as CacheClosedError
     from tierkv.errors import CapacityError as CapacityError
@@ -60,12 +66,20 @@ if TYPE_CHECKING:
     from tierkv.errors import StoreError as StoreError
     from tierkv.errors import StoreUnusableError as StoreUnusableError
     from tierkv.errors import TierKVError as TierKVError
+    from tierkv.hashing import Extras as Extras
+    from tierkv.hashing import HashChain as HashChain
     from tierkv.layout import Group as Group
     from tierkv.layout import GroupKind as GroupKind
     from tierkv.layout import Layout as Layout
+    from tierkv.namespace import Namespace as Namespace
+    from tierkv.opening import open as open
+    from tierkv.reach import Policy as Policy
 
 _HOMES = {
+    "answers": ("Flushed", "Loaded", "PrefixHit", "Saved"),
     "blocks": ("Keys", "Outcome"),
+    "cache": ("Cache",),
+    "device": ("Pages",),
     "errors": (
         "BackendNotFoundError",
         "CacheClosedError",
@@ -79,7 +93,11 @@ _HOMES = {
         "StoreUnusableError",
         "TierKVError",
     ),
+    "hashing": ("Extras", "HashChain"),
     "layout": ("Group", "GroupKind", "Layout"),
+    "namespace": ("Namespace",),
+    "opening": ("open",),
+    "reach": ("Policy",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -12,7 +12,7 @@ largest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -289,6 +289,21 @@ class Ledger:
             self._flights.start(move, rows, copies=False)
             books.commands.append(Submit(None, move))
         return len(rows)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """The monotonic counters, live."""
+        return self._books.counters
+
+    @property
+    def unstored_blocks(self) -> int:
+        """Blocks that are pinned but neither in the tier nor on their way there."""
+        return len(policy.unstored(self._books.index))
+
+    def has_declined(self, owner: str) -> bool:
+        """Whether blocks of the owner's saves found no room and wait for some."""
+        request = self._requests.get(owner)
+        return request is not None and bool(request.progress.declined)
 
     @property
     def epoch(self) -> int:

@@ -19,8 +19,8 @@ from tierkv.layout import Layout
 Blocks = NDArray[np.int64]
 """int64[n] of block indices: block i of a group covers tokens [i * block_tokens, …)."""
 
-BlockTables = Sequence[Sequence[int]]
-"""One table a group: `tables[group][block index]` is the engine's block id."""
+BlockTables = Sequence[Sequence[int | None]]
+"""One table a group: `tables[group][block index]` is the engine's block id, or None: no page."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,8 +148,8 @@ def plan_save(
 ) -> SavePlan:
     """What the policy keeps of [0, computed_tokens) and nobody has offered yet.
 
-    block_ids: tables may be shorter than the prompt; an entry equal to `null_block_id` has no page
-        (None: every entry is a page, id 0 included).
+    block_ids: tables may be shorter than the prompt; an entry that is None or `null_block_id` has
+        no page. Without a `null_block_id`, id 0 is a page like any other.
     retry: offer declined blocks again (their pages may still be there).
     """
     upto = min(computed_tokens, len(hashes) * layout.hash_block_tokens)
@@ -188,7 +188,7 @@ def _split(
     null_block_id: int | None,
 ) -> tuple[list[tuple[int, int]], list[int]]:
     """Candidates that need a copy, beginnings first, and the rows of those that do not."""
-    unit = layout.hash_block_tokens
+    unit, absent = layout.hash_block_tokens, (None, null_block_id)
     tokens = [g.block_tokens for g in layout.groups]
     wanted: list[tuple[int, int]] = []
     present: list[int] = []
@@ -196,7 +196,7 @@ def _split(
         row = index.find(g, hashes[(i + 1) * tokens[g] // unit - 1])
         if row >= 0 and (index.pinned[row] or index.tier[row] in (Tier.WRITING, Tier.RESIDENT)):
             present.append(row)
-        elif i < len(block_ids[g]) and block_ids[g][i] != null_block_id:
+        elif i < len(block_ids[g]) and block_ids[g][i] not in absent:
             wanted.append((g, i))
     wanted.sort(key=lambda gi: (gi[1] + 1) * tokens[gi[0]])
     return wanted, present

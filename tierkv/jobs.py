@@ -1,0 +1,90 @@
+"""Saves and loads on behalf of callers who may go away, and the copies they need.
+
+A job runs to its end even if its caller is cancelled, so the books are always settled; and a
+cancelled caller waits for a copy that is under way, so nobody's pages are touched after it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tierkv.blocks import Move
+
+_T = TypeVar("_T")
+
+PageCopy = Callable[[NDArray[np.uint16], NDArray[np.int32], torch.Tensor, NDArray[np.int64]], None]
+"""`Pages.gather` or `Pages.scatter`."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One save or load. `abandoned`: its caller has gone."""
+
+    abandoned: bool = False
+    copying: asyncio.Future[None] | None = None
+
+
+class Jobs:
+    """Runs jobs on the running loop, and their copies, one at a time, in a thread of its own.
+
+    memory: uint8, the whole arena.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierkv-copy")
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def run(self, job: Job, work: Coroutine[Any, Any, _T]) -> _T:
+        """Await `work`; if cancelled, leave it to end by itself once no copy is under way."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            job.abandoned = True
+            task.add_done_callback(_take_note)
+            while job.copying is not None and not job.copying.done():
+                await asyncio.wait({job.copying})
+            raise
+
+    async def copy(self, job: Job, copy: PageCopy, move: Move, rows: NDArray[np.intp]) -> bool:
+        """Copy these rows of a move; False, and nothing touched, if the job was abandoned before.
+
+        Raises what the copy raises.
+        """
+        if not rows.size:
+            return True
+        done = False
+
+        def copy_sync() -> None:
+            nonlocal done
+            if not job.abandoned:
+                groups, ids = move.keys.groups[rows], move.block_ids[rows]
+                copy(groups, ids, self._memory, move.offsets[rows])
+                done = True
+
+        job.copying = asyncio.get_running_loop().run_in_executor(self._thread, copy_sync)
+        await job.copying
+        return done
+
+    async def close(self) -> None:
+        """Wait for the jobs that run, then end the thread."""
+        if self._running:
+            await asyncio.wait(self._running)
+        self._thread.shutdown(wait=False)
+
+
+def _take_note(task: asyncio.Task[Any]) -> None:
+    """Nobody is left to be told: an abandoned job's error is read, not raised."""
+    if not task.cancelled():
+        task.exception()

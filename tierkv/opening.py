@@ -1,0 +1,74 @@
+"""`tierkv.open`: words at the edge become a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tierkv.blocks import ARENA_ALIGN
+from tierkv.cache import Cache
+from tierkv.errors import ConfigError
+from tierkv.layout import Layout
+from tierkv.namespace import Namespace
+from tierkv.reach import Policy
+from tierkv.storage import StorageConfig
+from tierkv.urls import parse_size
+
+
+def open(
+    url: str,
+    *,
+    layout: Layout | Mapping[str, Any] | str | Path,
+    namespace: Namespace | str,
+    pinned: str | int = "1GiB",
+    policy: Policy | str = "dense",
+    isolation: Literal["thread", "process"] = "thread",
+    rank: int = 0,
+    data_parallel_rank: int = 0,
+    read_timeout_s: float = 10.0,
+    write_timeout_s: float = 30.0,
+) -> Cache:
+    """A cache over pinned RAM and one storage tier; open it with ``async with``.
+
+    url: the storage tier, ``nvme:///mnt/kv?capacity=20GiB``; "" for pinned RAM alone.
+    layout: the groups; a `Layout`, its JSON form, or the path of a layout file.
+    namespace: everything that decides what the bytes mean: a `Namespace`, or ``model@revision``
+        where you vouch for the rest. Caches with different namespaces never share a block.
+    pinned: bytes of RAM for the arena.
+    policy: which boundaries are kept: ``dense``, ``end``, ``interval:4096``.
+    isolation: ``process`` runs the storage half in a keeper process, for programs whose Python
+        threads are busy.
+    rank, data_parallel_rank: which process of a parallel engine this is; each has its own store.
+    read_timeout_s, write_timeout_s: deadline of one load or save in the storage tier.
+
+    Raises `ConfigError` in one line for what cannot be; `StoreError` comes when it is opened.
+
+    >>> async with tierkv.open(
+    ...     "nvme:///tmp/kv?capacity=1GiB", pinned="64MiB", layout=layout, namespace="llama@rev1"
+    ... ) as cache:
+    ...     print(cache.stats()["tier_blocks"])
+    0
+    """
+    if isinstance(layout, str | Path):
+        layout = Layout.from_file(layout)
+    elif not isinstance(layout, Layout):
+        layout = Layout.from_dict(layout)
+    if isinstance(namespace, str):
+        namespace = Namespace.of_text(namespace, layout)
+    if isolation not in ("thread", "process"):
+        raise ConfigError(f"isolation {isolation!r}: write thread or process")
+    if isolation == "process" and not url:
+        raise ConfigError('isolation "process" has nothing to isolate: there is no storage tier')
+    config = StorageConfig(
+        url=url,
+        namespace=namespace.digest,
+        namespace_text=namespace.text,
+        arena_bytes=parse_size(pinned, "pinned") // ARENA_ALIGN * ARENA_ALIGN,
+        block_bytes=layout.block_bytes,
+        rank=rank,
+        data_parallel_rank=data_parallel_rank,
+        read_timeout_s=read_timeout_s,
+        write_timeout_s=write_timeout_s,
+    )
+    return Cache(layout, config, Policy.parse(policy), isolation=isolation)
