@@ -17,26 +17,26 @@ Deciding (pure: no I/O, no await, so it runs inside an engine's scheduler)::
     index       where each block is; slots: where it lies in the arena
     policy      what to evict
     planner     what is known + what is asked = a plan
-    ledger      acts on plans; the only writer of residency
-    plan        the same rules on one imagined prompt, for people
+    ledger      acts on plans; with room, books, flights and holdings the only writer of residency
+    plan        the same rules on one imagined prompt, for people; presets: known models
 
 Moving (asyncio: on the caller's loop, or in a keeper process beside an engine)::
 
-    storage     the port through which deciding and moving meet
-    mover       runs moves; owns tasks, deadlines, cancellation, retirement
+    storage     the port through which deciding and moving meet; local: on the caller's own loop
+    mover       runs moves (running): deadlines, cancellation; tier: proof and retirement
     record      64 bytes beside every block that prove it
     pinned      the arena of slots, in shared memory
-    iosched     loads before saves, bytes in flight bounded
+    iosched     loads before saves, bytes in flight bounded; health: when a tier is left alone
     backend     the interface behind a storage tier; registry finds one by URL scheme
     keeper      the process that owns an engine's tiers, and its client
 
 The doors::
 
-    device      pages to slots and back (torch)
-    cache       `tierkv.open`: lookup, save, load, flush
+    device      pages to slots and back (torch); jobs: in a thread of their own
+    opening     `tierkv.open`; cache: lookup, save, load, flush, rotate; answers: what they return
     connectors  the same inside an engine: vLLM
     testing     the kit that every backend passes, yours too
-    cli         the command `tierkv`
+    cli         the command `tierkv`; demo: what it shows first
 
 Importing `tierkv` imports none of these: a name is fetched when it is first used.
 """

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tierkv.backend import CorruptBlock, Verification
+from tierkv.blocks import Outcome
 from tierkv.cli import app
 from tierkv.errors import StoreUnusableError
+from tierkv.registry import make_backend
+from tierkv.testing import Key, make_blocks, make_context, save
 
 BAD = CorruptBlock(
     namespace="model", group=1, hash_hex="ab" * 32, where="000001.seg+4096", reason="checksum"
@@ -90,6 +95,59 @@ def test_a_backend_that_offers_no_verification_is_told_so(verify: Callable[..., 
     assert result.exit_code == 2
     assert json.loads(result.stdout)["error_type"] == "ConfigError"
     assert "'plain' offers nothing to verify" in result.stderr
+
+
+STORES = {
+    "file": "file://{root}?capacity=64MiB",
+    "nvme": "nvme://{root}?capacity=64MiB&segment=1MiB",
+}
+
+
+async def fill(url: str, blocks: dict[Key, bytes]) -> None:
+    backend = make_backend(url)
+    try:
+        await backend.open(make_context((5000, 9000)))
+        assert set((await save(backend, blocks)).values()) == {Outcome.DONE}
+    finally:
+        await backend.close()
+
+
+def flip_a_byte_of(payload: bytes, root: Path) -> None:
+    for path in root.rglob("*"):
+        if path.is_file() and (at := path.read_bytes().find(payload)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + 100)
+                file.write(bytes([payload[100] ^ 1]))
+            return
+    raise AssertionError("the payload lies in no file")
+
+
+@pytest.mark.parametrize("scheme", sorted(STORES))
+def test_a_flipped_byte_in_a_real_store_is_found(scheme: str, tmp_path: Path) -> None:
+    url = STORES[scheme].format(root=tmp_path)
+    blocks = make_blocks(6, (5000, 9000))
+    asyncio.run(fill(url, blocks))
+
+    sound = CliRunner().invoke(app, ["verify", url, "--json"])
+    assert sound.exit_code == 0
+    answer = json.loads(sound.stdout)
+    assert (answer["blocks"], answer["bytes"]) == (6, 3 * 5000 + 3 * 9000)
+
+    (group, block_hash), payload = list(blocks.items())[3]
+    flip_a_byte_of(payload, tmp_path)
+    broken = CliRunner().invoke(app, ["verify", url, "--json"])
+    assert broken.exit_code == 1
+    (corrupt,) = json.loads(broken.stdout)["corrupt"]
+    assert (corrupt["group"], corrupt["hash_hex"]) == (group, block_hash.hex())
+    assert json.loads(broken.stdout)["blocks"] == 6
+
+
+@pytest.mark.parametrize("scheme", sorted(STORES))
+def test_a_store_that_is_not_there_is_one_line(scheme: str, tmp_path: Path) -> None:
+    url = STORES[scheme].format(root=tmp_path / "absent")
+    result = CliRunner().invoke(app, ["verify", url])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "absent" in result.stderr
 
 
 def test_an_unknown_scheme_is_one_line_with_the_nearest_known_name() -> None:
