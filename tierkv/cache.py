@@ -307,12 +307,13 @@ class Cache:
             ) from None
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges of both halves, flat and JSON-able.
+        """Counters and gauges, flat and JSON-able; those of the storage half begin with `storage_`.
 
         >>> cache.stats()["hit_tokens"]
         8
         """
-        return {**self._open_port().stats(), **self._ledger.stats()}
+        storage = self._open_port().stats()
+        return {**self._ledger.stats(), **{f"storage_{k}": v for k, v in storage.items()}}
 
     # Saves and loads, in tasks of their own -----------------------------------------------
 
