@@ -119,3 +119,13 @@ def test_the_wheel_works_alone(dist: Path, tmp_path: Path) -> None:
         timeout=60,
     )
     assert all(Path(path).is_relative_to(tmp_path) for path in done.stdout.split())
+
+
+def test_ci_runs_the_checks_the_tests_and_the_engine() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+    steps = [
+        li.removeprefix("step ") for li in script.read_text().splitlines() if li[:5] == "step "
+    ]
+    assert steps == ["make check", "make test", "make test-vllm"]

@@ -158,13 +158,21 @@ def free_bytes(directory: Path) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
-def available_memory_bytes() -> int:
-    """RAM that can be taken without swapping."""
+def available_memory_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """RAM that can be taken without swapping, and within the limit of a container."""
+    available = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+                available = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError):  # no cgroup v2, or no limit of our own: nothing to heed
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((cgroup / "memory.current").read_text())
+            available = min(available, max(int(limit) - used, 0))
+    return available
 
 
 def installed(distribution: str) -> str | None:
