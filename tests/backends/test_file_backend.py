@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pathlib
 
-import pytest
-
 from tierkv.testing import BackendContract
 
 
-@pytest.mark.every_loop
 class TestFileBackend(BackendContract):
     def url(self, directory: pathlib.Path) -> str:
         return f"file://{directory}?capacity=64MiB"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pathlib
 
-import pytest
-
 from tierkv.testing import BackendContract
 
 
-@pytest.mark.every_loop
 class TestMemoryBackend(BackendContract):
     survives_reopen = False
     exclusive = False

@@ -14,7 +14,6 @@ from tierkv.testing import BackendContract
 
 
 @pytest.mark.usefixtures("sample_package")
-@pytest.mark.every_loop
 class TestSqliteBackend(BackendContract):
     def url(self, directory: pathlib.Path) -> str:
         return f"sqlite://{directory}"

@@ -25,6 +25,7 @@ from tierkv.blocks import HASH_BYTES
 
 Key = tuple[int, bytes]
 
+MAX_GROUP: Final = 0xFFFF
 SUFFIX: Final = ".kv"
 TEMPORARY: Final = ".tmp"
 
@@ -56,4 +57,4 @@ def key_of(path: str) -> Key | None:
     if match is None:
         return None
     key = int(match[1]), bytes.fromhex(match[3])
-    return key if path_of(key) == path else None
+    return key if key[0] <= MAX_GROUP and path_of(key) == path else None
