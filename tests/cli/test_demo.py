@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,3 +83,20 @@ def test_a_directory_that_is_not_there_is_refused_in_one_line(job: Job, tmp_path
     assert (result.exit_code, job.place) == (2, None)
     assert result.stderr.startswith(f"tierkv: --dir {tmp_path}/absent: No such file")
     assert result.stderr.count("\n") == 1
+
+
+def test_the_real_demo_brings_everything_back(tmp_path: Path) -> None:
+    script = Path(sysconfig.get_path("scripts")) / "tierkv"
+    done = subprocess.run(
+        [script, "demo", "--json", "--dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["ok"], answer["mismatched_blocks"]) == (0, True, 0)
+    assert answer["hit_tokens_after_restart"] == answer["hit_tokens"] > 0
+    assert answer["bytes_skipped"] > 0
+    assert set(ANSWER) <= set(answer)
+    assert list(tmp_path.iterdir()) == []
