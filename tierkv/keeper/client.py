@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import select
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -44,6 +43,9 @@ EXIT_GRACE_S: Final = 0.2
 REAP_GRACE_S: Final = 1.0
 """A killed process is reaped within milliseconds, unless the kernel holds it in a dead disk. After
 so long its moves end all the same, and their slots are released when it is gone."""
+
+RESTART_WAIT_S: Final = 0.5
+"""The wait before the second restart in a row; it doubles. The first comes at once."""
 
 MAX_RESTARTS: Final = 8
 """Keepers in a row that died without having done anything; then the tier stays down."""
@@ -190,7 +192,23 @@ class KeeperClient:
                 raise DeadlineError(
                     f"keeper: tier {self._config.url!r} was not open after {timeout_s:g} s"
                 )
-            self._wait_readable(min(left_s, _TICK_S))
+            self._idle(min(left_s, _TICK_S))
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when `poll` may have something to give, or after `timeout_s`.
+
+        For callers without a loop that have nothing else to do.
+        """
+        if not self._events:
+            self._idle(timeout_s)
+
+    def _idle(self, timeout_s: float) -> None:
+        if self._state is _State.DYING:
+            self._process.wait_reaped(min(timeout_s, _REAP_TICK_S))
+        elif self._state in (_State.STARTING, _State.OPEN):
+            self._process.wait_readable(timeout_s)
+        elif self._state is _State.WAITING:
+            time.sleep(max(0.0, min(timeout_s, self._restart_at - time.monotonic())))
 
     def close(self, *, deadline_s: float = 10.0) -> bool:
         """Let moves in flight end within `deadline_s`, have the tier closed, end the process.
@@ -206,8 +224,8 @@ class KeeperClient:
             self._process.send(("close", deadline_s))
             last = time.monotonic() + deadline_s + 3 * CLOSE_GRACE_S
             while not self._process.ended and time.monotonic() < last:
-                self._wait_readable(_TICK_S)
                 self._receive()
+                self._process.wait_readable(_TICK_S)
         was_open, self._state = self._state is _State.OPEN, _State.CLOSED
         self._process.close()
         if not self._process.wait_reaped(CLOSE_GRACE_S if self._process.ended else 0):
@@ -405,7 +423,7 @@ class KeeperClient:
             if self._was_open:
                 _log.error("keeper: died %d times in a row; the tier stays down", self._failures)
             return
-        wait_s = 0.0 if self._failures == 1 else min(0.25 * 2**self._failures, 30.0)
+        wait_s = 0.0 if self._failures == 1 else RESTART_WAIT_S * 2 ** (self._failures - 2)
         self._restart_at = time.monotonic() + wait_s
         self._state = _State.WAITING
 
@@ -419,14 +437,6 @@ class KeeperClient:
             self._plan_restart()
             return
         self._watch()
-
-    def _wait_readable(self, timeout_s: float) -> None:
-        if self._state in (_State.DYING, _State.WAITING):
-            self._process.wait_reaped(_REAP_TICK_S)
-            return
-        poller = select.poll()
-        poller.register(self._process.socket, select.POLLIN)
-        poller.poll(timeout_s * 1000)
 
     # On an event loop. ------------------------------------------------------------------------
 

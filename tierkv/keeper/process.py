@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def _environment() -> dict[str, str]:
 
 
 class KeeperProcess:
-    """A child process and the socket to it. No method waits, except `wait_reaped` and `wait`.
+    """A child process and the socket to it. Only the methods called `wait_...` wait.
 
     ended: the other side hung up, or what it sent was garbage.
     """
@@ -111,6 +112,12 @@ class KeeperProcess:
             except (OSError, ValueError):
                 self.ended = True
                 return messages
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """Return when something has arrived, or after `timeout_s`."""
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
+        poller.poll(timeout_s * 1000)
 
     def kill(self) -> None:
         """SIGKILL; nothing if it has ended."""
