@@ -48,7 +48,7 @@ class Holdings:
             if other != rank:
                 books.order_delete(index.keys_of(resident), other)
         self._retiring[rank, retire_id] = rows
-        writing = rows[index.tier[rows] == Tier.WRITING]
+        writing: Rows = rows[index.tier[rows] == Tier.WRITING]
         self.answer_retirements()
         books.freed(resident)
         return writing
