@@ -70,7 +70,6 @@ class _Report:
     failed: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
-    counters: Counter[str] = field(default_factory=Counter)
 
 
 class WorkerSide:
@@ -103,6 +102,9 @@ class WorkerSide:
         self._saving: set[int] = set()
         self._retiring: set[int] = set()
         self._report = _Report()
+        self.counters: Counter[str] = Counter()
+        """Everything counted since the start; names of `stats.COUNTERS`."""
+        self._counted: Counter[str] = Counter()
 
     @property
     def storage(self) -> Storage:
@@ -143,7 +145,7 @@ class WorkerSide:
         for packed in step.saves:
             move = Move.unpack(packed)
             self._pages.gather(move.keys.groups, move.block_ids, self._slots, move.offsets)
-            self._report.counters["copied_out_bytes"] += self._bytes_of(move)
+            self.counters["copied_out_bytes"] += self._bytes_of(move)
             self._report.events.append(Copied(move.id))
             self._saving.add(move.id)
             self._storage.submit(move)
@@ -168,8 +170,9 @@ class WorkerSide:
 
     def stats(self) -> TierKVStats | None:
         """What was counted since the last call."""
-        counters, self._report.counters = self._report.counters, Counter()
-        return TierKVStats(dict(counters)) if counters else None
+        new = self.counters - self._counted
+        self._counted = self.counters.copy()
+        return TierKVStats(dict(new)) if new else None
 
     # Ends of moves -----------------------------------------------------------------------
 
@@ -191,9 +194,7 @@ class WorkerSide:
         self._pages.scatter(
             move.keys.groups[good], move.block_ids[good], self._slots, move.offsets[good]
         )
-        self._report.counters["copied_in_bytes"] += int(
-            self._block_bytes[move.keys.groups[good]].sum()
-        )
+        self.counters["copied_in_bytes"] += int(self._block_bytes[move.keys.groups[good]].sum())
         if good.all():
             self._report.loaded.add(load.request_id)
         else:
@@ -208,7 +209,7 @@ class WorkerSide:
             load.request_id,
             why,
         )
-        self._report.counters["failed_loads"] += 1
+        self.counters["failed_loads"] += 1
         if _takes_block_ids(self._layout):
             self._report.failed_blocks.update(block_ids.tolist())
             self._report.loaded.add(load.request_id)

@@ -1,0 +1,82 @@
+"""The cache of an engine that ended is read by the next one, from NVMe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ENVIRONMENT, HERE, ROUND, References, engine
+from test_engine import GROUPS, corrupt_loads, planned_bytes, same
+
+
+def nvme(store: Path) -> dict[str, Any]:
+    return {"url": f"nvme://{store}?capacity=256MiB&segment=8MiB"}
+
+
+def fill(model: str, store: Path) -> None:
+    with engine(model, extra=nvme(store)) as ours:
+        ours.ask(ROUND)
+        ours.settle()
+        assert ours.counters["stored_bytes"] > 0
+
+
+def test_a_second_engine_loads_from_nvme_with_the_same_output(
+    model: str, store: Path, references: References
+) -> None:
+    fill(model, store)
+    with engine(model, extra=nvme(store)) as ours:
+        answers = ours.ask(ROUND)
+        ours.settle()
+        counters, worker = ours.counters, ours.worker_side.counters
+        layout = ours.scheduler_side.ledger.layout
+    plain, cached = references[model]
+    assert same(answers, plain)
+    assert [a.cached_tokens for a in answers] == [a.cached_tokens for a in cached]
+    plan = planned_bytes(layout, 480) * len(ROUND)
+    assert counters["loaded_bytes"] == worker["copied_in_bytes"] == plan
+
+
+@pytest.mark.parametrize(("tiny", "group"), GROUPS)
+def test_twin_of_the_restart_sees_one_corrupted_group(
+    tiny: str, group: int, store: Path, references: References
+) -> None:
+    fill(tiny, store)
+    with engine(tiny, extra=nvme(store)) as ours:
+        corrupt_loads(ours, group)
+        answers = ours.ask(ROUND)
+    plain, _ = references[tiny]
+    assert not any(a.same_output(b) for a, b in zip(answers, plain, strict=True))
+
+
+def test_a_new_process_loads_from_nvme_with_the_same_output(
+    model: str, store: Path, references: References
+) -> None:
+    fill(model, store)
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{HERE}:{HERE / 'plugin'}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "one_round", model, json.dumps(nvme(store))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    plain, cached = references[model]
+    assert found["tokens"] == [list(a.tokens) for a in plain]
+    assert found["logprobs"] == [list(a.logprobs) for a in plain]
+    assert found["cached_tokens"] == [a.cached_tokens for a in cached]
+    assert found["loaded_bytes"] == found["copied_in_bytes"] > 0
+
+
+def test_other_weights_share_nothing(store: Path) -> None:
+    fill("tinyllama", store)
+    with engine("tinyllama", extra=nvme(store) | {"identity": "other"}) as ours:
+        answers = ours.ask(ROUND[:1])
+    assert answers[0].cached_tokens == 0
