@@ -160,12 +160,16 @@ def as_aligned(data: bytes, alignment: int) -> memoryview:
 def replace_sync(path: Path, data: bytes, *, durable: bool) -> None:
     """Write a file under a temporary name and rename it; durable: against power loss as well."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     if durable:
         fd = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -134,18 +134,22 @@ def over_share_sync(root: Path, own: Path, *, capacity: int) -> bool:
 
 
 def may_grow_sync(root: Path, own: Path, *, capacity: int, segment_bytes: int) -> bool:
-    """Whether one segment more fits the quota, if cold segments of dead owners go."""
+    """Whether one segment more fits quota and disk, if cold segments of dead owners go."""
     shares = survey_sync(root, own)
     live = sum(share.live for share in shares)
     if _own(shares, own).nbytes + segment_bytes > capacity // live:
         return False
-    return sum(share.nbytes for share in shares if share.live) + segment_bytes <= capacity
+    if sum(share.nbytes for share in shares if share.live) + segment_bytes > capacity:
+        return False
+    cold = sum(share.nbytes for share in shares if not share.live)
+    return shutil.disk_usage(root).free + cold >= segment_bytes
 
 
 def grow_sync(root: Path, path: Path, *, capacity: int, segment_bytes: int) -> bool:
     """Make a preallocated segment file at `path` within the quota; False where none fits.
 
-    Segments of owners that are gone make room first, coldest first.
+    Segments of owners that are gone make room first, coldest first. `OSError` (ENOSPC) where the
+    disk is full before the quota is.
     """
     own = path.parent
     if not may_grow_sync(root, own, capacity=capacity, segment_bytes=segment_bytes):
@@ -162,11 +166,8 @@ def grow_sync(root: Path, path: Path, *, capacity: int, segment_bytes: int) -> b
             return _create_sync(path, segment_bytes)
         except OSError as exc:
             path.unlink(missing_ok=True)
-            if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not victims:
                 raise
-            log.warning("nvme store %s: the disk is full", root)
-            if not victims:
-                return False
             _delete_sync(victims.pop())
 
 

@@ -57,6 +57,7 @@ class Space:
         self._refill: asyncio.Task[None] | None = None
         self._wait_until_s = 0.0
         self._idle = asyncio.Event()
+        self._full = False  # a write found that no segment can be made
 
     async def room(self, nbytes: int) -> Segment | None:
         """The active segment, with room for a block of `nbytes` at least; None: no space.
@@ -127,11 +128,10 @@ class Space:
         """Whether there is a spare at the end."""
         if self._usable() is not None or await finish(self._grow()):
             return True
+        self._full = True
         refill = self._start_refill()
         left_s = self._wait_until_s - asyncio.get_running_loop().time()
         await asyncio.wait([refill], timeout=max(left_s, 0.0))
-        if self._usable() is None and refill.done() and await finish(self._grow()):
-            return True
         return self._usable() is not None
 
     def _usable(self) -> Segment | None:
@@ -179,8 +179,9 @@ class Space:
             log.error("nvme: giving up a segment failed", exc_info=error)
 
     async def _give_up_coldest(self) -> None:
-        if await finish(self._run(self._store.may_grow_sync)):
+        if await finish(self._run(self._store.may_grow_sync)) and not self._full:
             return
+        self._full = False
         sealed = [s for s in self._table.segments.values() if s.state is State.SEALED]
         if not sealed:
             return

@@ -8,6 +8,7 @@ import os
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import xxhash
 
@@ -33,6 +34,8 @@ from tierkv_backends.nvme.table import Segment
 
 log = logging.getLogger(__name__)
 
+FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
+
 
 @dataclass(slots=True, kw_only=True)
 class Store:
@@ -45,6 +48,7 @@ class Store:
     files: Files
     lock_fd: int
     nonce: int
+    disk_full: bool = False
 
     def segment_path(self, number: int) -> Path:
         """Where segment `number` lies."""
@@ -53,11 +57,20 @@ class Store:
     def grow_sync(self, number: int) -> Segment | None:
         """A new blank segment within the quota, or None."""
         path, nbytes = self.segment_path(number), self.options.segment_bytes
-        with root_lock_sync(self.options.root):
-            if not quota.grow_sync(
-                self.options.root, path, capacity=self.capacity_bytes, segment_bytes=nbytes
-            ):
-                return None
+        try:
+            with root_lock_sync(self.options.root):
+                if not quota.grow_sync(
+                    self.options.root, path, capacity=self.capacity_bytes, segment_bytes=nbytes
+                ):
+                    return None
+        except OSError as exc:
+            if exc.errno not in FULL_DISK:
+                raise
+            if not self.disk_full:
+                log.warning("nvme store %s: the disk is full; old blocks make room", self.directory)
+            self.disk_full = True
+            return None
+        self.disk_full = False
         alignment = self.files.mode.alignment
         return Segment(number=number, path=path, nbytes=nbytes, alignment=alignment)
 
@@ -226,7 +239,7 @@ def _probe_sync(options: Options, directory: Path, recovered: Recovered) -> Dire
     try:
         return probe_sync(directory, options.direct)
     except OSError as exc:
-        if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not recovered.segments:
+        if exc.errno not in FULL_DISK or not recovered.segments:
             raise
     if options.direct is Direct.ON:
         raise StoreUnusableError(f"nvme store {directory}: direct=on, but the disk is full")

@@ -1,0 +1,185 @@
+"""Faults at the system calls: a miss or a declined save, and everything else goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierkv.blocks import Keys, Outcome
+from tierkv.errors import StoreUnusableError
+from tierkv.testing import load, make_blocks, save, sizes
+
+Opened = Callable[..., Any]
+Killed = Callable[[Path], Path]
+
+BLOCKS = make_blocks(6, [4096])
+
+
+class Faults:
+    """Replaces one system call; `at[n]` is what happens instead at the n-th call from now."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.at: dict[int, Callable[..., Any]] = {}
+        self.calls = 0
+        self.real = getattr(os, name)
+
+        def call(*arguments: Any) -> Any:
+            self.calls += 1
+            return self.at.get(self.calls, self.real)(*arguments)
+
+        monkeypatch.setattr(os, name, call)
+
+
+def fails(code: int) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+async def test_a_write_error_fails_its_keys_and_the_next_write_works(
+    tmp_path: Path, opened: Opened, killed: Killed, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Call 1 writes the segment's header, 2 the payload, 3 the extent's header."""
+    faults = Faults(monkeypatch, "pwritev")
+    faults.at[call] = fails(errno.EIO)
+    async with opened(tmp_path) as backend:
+        assert set((await save(backend, BLOCKS)).values()) == {Outcome.FAILED}
+        assert not (await backend.contains(Keys.of(BLOCKS))).any()
+        assert set((await save(backend, BLOCKS)).values()) == {Outcome.DONE}
+        assert await load(backend, sizes(BLOCKS)) == BLOCKS
+        assert (await backend.usage()).counters["write_errors"] == 1
+        root = killed(tmp_path)
+    async with opened(root) as backend:
+        assert await load(backend, sizes(BLOCKS)) == BLOCKS
+
+
+async def test_an_extent_whose_header_may_be_there_is_never_written_over(
+    tmp_path: Path, opened: Opened, killed: Killed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header arrives, the answer is an error: another payload must not come under it."""
+    faults = Faults(monkeypatch, "pwritev")
+
+    def arrives_and_fails(*arguments: Any) -> Any:
+        faults.real(*arguments)
+        raise OSError(errno.EIO, "late")
+
+    faults.at[3] = arrives_and_fails
+    other = make_blocks(6, [4096], first=50)
+    async with opened(tmp_path) as backend:
+        assert set((await save(backend, BLOCKS)).values()) == {Outcome.FAILED}
+        faults.at[faults.calls + 4] = fails(errno.EIO)  # after footer-less seal: next header
+        await save(backend, other)
+        root = killed(tmp_path)
+    async with opened(root) as backend:
+        found = await load(backend, sizes(BLOCKS))  # asserts that what is served verifies
+        assert set(found.values()) <= set(BLOCKS.values()) | {Outcome.MISSING}
+
+
+async def test_a_short_write_goes_on_where_it_stopped(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch, "pwritev")
+    faults.at[2] = lambda fd, buffers, offset: faults.real(
+        fd, [buffers[0], buffers[1][:512]], offset
+    )
+    async with opened(tmp_path) as backend:
+        assert set((await save(backend, BLOCKS)).values()) == {Outcome.DONE}
+        assert await load(backend, sizes(BLOCKS)) == BLOCKS
+
+
+async def test_a_write_of_nothing_is_an_error_and_no_endless_loop(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch, "pwritev")
+    faults.at[2] = lambda *arguments: 0
+    async with opened(tmp_path) as backend:
+        assert set((await save(backend, BLOCKS)).values()) == {Outcome.FAILED}
+
+
+async def test_a_short_read_goes_on_and_ends_only_at_nothing(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, BLOCKS)
+        faults = Faults(monkeypatch, "preadv")
+        faults.at[1] = lambda fd, buffers, offset: faults.real(fd, buffers[:1], offset)
+        assert await load(backend, sizes(BLOCKS)) == BLOCKS
+        assert faults.calls >= 2
+
+
+async def test_a_bad_sector_fails_its_block_only_and_forgets_nothing(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, BLOCKS)
+        real, bad = os.preadv, 2 * 4096 + 3 * 4096  # header, extent header, the fourth block
+
+        def preadv(fd: int, buffers: Any, offset: int) -> int:
+            if offset <= bad < offset + sum(map(len, buffers)):
+                raise OSError(errno.EIO, "bad sector")
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        found = await load(backend, sizes(BLOCKS))
+        assert [v is Outcome.FAILED for v in found.values()] == [i == 3 for i in range(6)]
+        monkeypatch.setattr(os, "preadv", real)
+        assert await load(backend, sizes(BLOCKS)) == BLOCKS
+        assert (await backend.usage()).counters["read_errors"] == 1
+
+
+async def test_a_segment_that_cannot_be_read_at_open_is_left_alone(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, BLOCKS)
+    faults = Faults(monkeypatch, "pread")
+    faults.at[1] = fails(errno.EIO)
+    async with opened(tmp_path) as backend:
+        assert (await backend.usage()).blocks == 0
+        other = make_blocks(6, [4096], first=50)
+        await save(backend, other)
+        assert await load(backend, sizes(other)) == other
+        assert len(list(tmp_path.glob("*/seg-*"))) == 2
+
+
+async def test_no_room_to_preallocate_means_declined(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as backend:
+        monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
+        assert set((await save(backend, BLOCKS)).values()) == {Outcome.DECLINED}
+        assert not list(tmp_path.glob("*/seg-*")), "nothing half-made stays"
+        monkeypatch.undo()
+        assert set((await save(backend, BLOCKS)).values()) == {Outcome.DONE}
+
+
+async def test_a_clear_that_cannot_be_made_durable_raises_and_forgets(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, BLOCKS)
+        monkeypatch.setattr(os, "fsync", fails(errno.EIO))
+        with pytest.raises(StoreUnusableError, match="cannot be made durable"):
+            await backend.clear()
+        assert (await backend.usage()).blocks == 0
+        monkeypatch.undo()
+        await save(backend, BLOCKS)
+        assert await load(backend, sizes(BLOCKS)) == BLOCKS
+
+
+async def test_a_snapshot_that_cannot_be_written_costs_nothing(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, BLOCKS)
+        monkeypatch.setattr(Path, "replace", fails(errno.ENOSPC))
+    monkeypatch.undo()
+    async with opened(tmp_path) as backend:
+        assert await load(backend, sizes(BLOCKS)) == BLOCKS
