@@ -53,7 +53,7 @@ class MemoryBackend(Backend):
         """DONE, or DECLINED where a block alone exceeds the capacity."""
         out = np.full(len(batch), Outcome.DONE, np.uint8)
         self._retiring.difference_update(batch.keys)  # wanted again: these stay
-        new = np.array([i for i, key in enumerate(batch.keys) if key not in self._blocks], np.intp)
+        new = np.array([i for i, key in enumerate(batch.keys) if not self._touch(key)], np.intp)
         copies = await finish(asyncio.to_thread(_copy_sync, batch.take(new)))
         for i, (key, block) in zip(new.tolist(), copies.items(), strict=True):
             if not await self._make_room(len(block[1])):
@@ -68,11 +68,10 @@ class MemoryBackend(Backend):
         out = np.full(len(batch), Outcome.MISSING, np.uint8)
         found: dict[int, bytes] = {}
         for i, key in enumerate(batch.keys):
-            block = self._blocks.get(key)
-            if block is not None and len(block[1]) == batch.nbytes[i]:
-                self._blocks[key] = self._blocks.pop(key)  # most recently used
-                batch.records[i] = np.frombuffer(block[0], batch.records.dtype)[0]
-                found[i] = block[1]
+            record, payload = self._blocks.get(key, (b"", b""))
+            if len(payload) == batch.nbytes[i] and self._touch(key):
+                batch.records[i] = np.frombuffer(record, batch.records.dtype)[0]
+                found[i] = payload
                 out[i] = Outcome.DONE
         await finish(asyncio.to_thread(_fill_sync, batch, found))
         return out
@@ -106,6 +105,13 @@ class MemoryBackend(Backend):
             capacity_bytes=self._capacity_bytes,
             modes={"io": "ram"},
         )
+
+    def _touch(self, key: _Key) -> bool:
+        """Whether the key is there; if so it is the most recently used now."""
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            self._blocks[key] = block
+        return block is not None
 
     async def _make_room(self, nbytes: int) -> bool:
         """Give up the least recently used blocks until `nbytes` fit, asking first."""

@@ -254,7 +254,7 @@ class FileBackend(Backend):
 
         try:
             for i, key in enumerate(keys):
-                if key in self._blocks:
+                if self._touch(key):
                     continue
                 cost = on_disk(int(batch.nbytes[i]))
                 if await self._reserve(cost):
@@ -306,6 +306,8 @@ class FileBackend(Backend):
 
     async def _reserve(self, nbytes: int) -> bool:
         """Count `nbytes` into the quota, giving up old blocks where it is full."""
+        if nbytes > self._capacity_bytes:
+            return False
         async with self._making_room:  # held while we ask; only writes come here, never reads
             while self._physical_bytes + nbytes > self._capacity_bytes:
                 if not await self._give_up(nbytes):
@@ -389,8 +391,7 @@ class FileBackend(Backend):
             await self._remove(key, block)
             return Outcome.MISSING
         batch.records[i] = np.frombuffer(record, batch.records.dtype)[0]
-        if self._blocks.get(key) is block:
-            self._blocks[key] = self._blocks.pop(key)  # most recently used
+        self._touch(key)
         self._counters["bytes_read"] += got
         return Outcome.DONE
 
@@ -424,6 +425,13 @@ class FileBackend(Backend):
             except OSError as exc:
                 self._physical_bytes += on_disk(block.nbytes)
                 log.warning("file tier: cannot remove %s: %s", path, exc)
+
+    def _touch(self, key: Key) -> bool:
+        """Whether the key is there; if so it is the most recently used now."""
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            self._blocks[key] = block
+        return block is not None
 
     def _forget(self, key: Key, block: Block) -> None:
         if self._blocks.get(key) is block:
