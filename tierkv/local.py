@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from tierkv.backend import Backend
 from tierkv.blocks import Event, Move
 from tierkv.mover import Mover
 from tierkv.pinned import Arena
@@ -24,10 +25,9 @@ class LocalStorage:
     loads MISSING, and `Recovered` is empty.
     """
 
-    def __init__(self, config: StorageConfig, arena: Arena) -> None:
+    def __init__(self, backend: Backend | None, config: StorageConfig, arena: Arena) -> None:
         """Use `open`."""
         self._loop = asyncio.get_running_loop()
-        backend = make_backend(config.url) if config.url else None
         self._events: list[Event] = []
         self._wake: Callable[[], None] | None = None
         self._mover = Mover(backend, arena, config, self._emit)
@@ -40,7 +40,9 @@ class LocalStorage:
 
         Raises `ConfigError` or `StoreError`, one line; then nothing is left open.
         """
-        self = cls(config, arena)
+        # Finding and importing a backend reads files.
+        backend = await asyncio.to_thread(make_backend, config.url) if config.url else None
+        self = cls(backend, config, arena)
         self._emit(await self._mover.open(epoch=epoch))
         return self
 

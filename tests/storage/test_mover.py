@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tierkv.blocks import MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire, slot_bytes
+from tests.storage.desk import BLOCK_BYTES, SLOT
+from tierkv.blocks import MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire
 from tierkv.health import TierHealth
 from tierkv.mover import MAX_QUARANTINED
 from tierkv.pinned import Arena
@@ -18,8 +19,6 @@ pytestmark = pytest.mark.every_loop
 
 SAVE, LOAD, DELETE = MoveKind.SAVE, MoveKind.LOAD, MoveKind.DELETE
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
-BLOCK_BYTES = (5000, 12288)  # as in conftest
-SLOT = slot_bytes(max(BLOCK_BYTES))
 DECLINED, FAILED, TIMED_OUT = Outcome.DECLINED, Outcome.FAILED, Outcome.TIMED_OUT
 
 

@@ -113,7 +113,8 @@ class Keeper(asyncio.Protocol):
         config = msgspec.convert(config_data, StorageConfig)
         try:
             arena = Arena.attach(self._arena_fd, config.arena_bytes)
-            backend = make_backend(config.url) if config.url else None
+            # An import may be slow, and a ping wants its answer.
+            backend = await asyncio.to_thread(make_backend, config.url) if config.url else None
             mover = Mover(backend, arena, config, self._emit)
             recovered = await mover.open(epoch=epoch, clear=clear, first_retire_id=first_retire_id)
         except TierKVError as exc:
