@@ -133,13 +133,18 @@ def over_share_sync(root: Path, own: Path, *, capacity: int) -> bool:
     return _own(shares, own).nbytes > capacity // live
 
 
-def may_grow_sync(root: Path, own: Path, *, capacity: int, segment_bytes: int) -> bool:
-    """Whether one segment more fits quota and disk, if cold segments of dead owners go."""
-    shares = survey_sync(root, own)
+def _fits(shares: list[Share], own: Path, *, capacity: int, segment_bytes: int) -> bool:
+    """Whether one segment more fits our share and the quota, if all cold segments went."""
     live = sum(share.live for share in shares)
     if _own(shares, own).nbytes + segment_bytes > capacity // live:
         return False
-    if sum(share.nbytes for share in shares if share.live) + segment_bytes > capacity:
+    return sum(share.nbytes for share in shares if share.live) + segment_bytes <= capacity
+
+
+def may_grow_sync(root: Path, own: Path, *, capacity: int, segment_bytes: int) -> bool:
+    """Whether one segment more fits quota and disk, if cold segments of dead owners go."""
+    shares = survey_sync(root, own)
+    if not _fits(shares, own, capacity=capacity, segment_bytes=segment_bytes):
         return False
     cold = sum(share.nbytes for share in shares if not share.live)
     return shutil.disk_usage(root).free + cold >= segment_bytes
@@ -151,10 +156,9 @@ def grow_sync(root: Path, path: Path, *, capacity: int, segment_bytes: int) -> b
     Segments of owners that are gone make room first, coldest first. `OSError` (ENOSPC) where the
     disk is full before the quota is.
     """
-    own = path.parent
-    if not may_grow_sync(root, own, capacity=capacity, segment_bytes=segment_bytes):
+    shares = survey_sync(root, path.parent)
+    if not _fits(shares, path.parent, capacity=capacity, segment_bytes=segment_bytes):
         return False
-    shares = survey_sync(root, own)
     total = sum(share.nbytes for share in shares)
     victims = sorted(
         (segment for share in shares if not share.live for segment in share.segments), reverse=True
