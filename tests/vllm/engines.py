@@ -120,7 +120,9 @@ class Engine:
         completion = out.outputs[0]
         return Answer(
             tuple(completion.token_ids),
-            tuple(p[t].logprob for p, t in zip(completion.logprobs, completion.token_ids)),
+            tuple(
+                p[t].logprob for p, t in zip(completion.logprobs, completion.token_ids, strict=True)
+            ),
             out.num_cached_tokens,
         )
 
