@@ -115,17 +115,22 @@ class Oracle:
         known: int,
         produced: Collection[int] | None = None,
         junctions: Iterable[int] = (),
+        end: int | None = None,
     ) -> list[int]:
         """The boundaries that a policy keeps, one candidate after the other."""
         possible = [b for b in range(1, known + 1) if self.possible(b, known)]
-        if policy == "dense":
+        name, _, argument = policy.partition(":")
+        kept: set[int] = set()
+        if name == "dense":
             kept = set(possible)
-        elif policy == "end":
-            kept = {max(possible, default=0)}
-            kept.add(max((b for b in possible if b < known), default=0))
-        else:
-            every = int(policy.removeprefix("interval:"))
-            kept = {mark - mark % self.alignment for mark in range(every, known + 1, every)}
+        if name in ("end", "auto"):
+            text = known if end is None else end
+            ends = [b for b in range(1, text + 1) if self.possible(b, text)]
+            kept.add(max(ends, default=0))
+            kept.add(max((b for b in ends if b < text), default=0))
+        if name in ("interval", "auto"):
+            every = int(argument or 4096)
+            kept |= {mark - mark % self.alignment for mark in range(every, known + 1, every)}
         kept |= {j - j % self.alignment for j in junctions}
         recurrent = any(g.kind == "recurrent" for g in self.groups)
         if recurrent and produced is not None:

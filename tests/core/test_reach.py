@@ -103,7 +103,7 @@ def test_a_block_is_named_by_the_hash_of_its_last_unit() -> None:
     assert reach.alignment_block_count(layout, 2) == 0
 
 
-@pytest.mark.parametrize("text", ["dense", "end", "interval:4096"])
+@pytest.mark.parametrize("text", ["auto", "auto:512", "dense", "end", "engine", "interval:4096"])
 def test_a_policy_is_written_as_it_is_read(text: str) -> None:
     policy = reach.Policy.parse(text)
     assert str(policy) == text
@@ -114,9 +114,10 @@ def test_a_policy_is_written_as_it_is_read(text: str) -> None:
     ("text", "says"),
     [
         ("dens", "did you mean 'dense'"),
-        ("auto", "'auto' is not there yet; write dense, end or interval:TOKENS"),
-        ("", "write dense, end or interval:TOKENS"),
-        ("dense:4", "write dense, end or interval:TOKENS"),
+        ("", "write auto, dense, end, engine or interval:TOKENS"),
+        ("dense:4", "write auto, dense, end, engine or interval:TOKENS"),
+        ("auto:", "like auto:4096"),
+        ("auto:0", "like auto:4096"),
         ("interval", "like interval:4096"),
         ("interval:0", "like interval:4096"),
         ("interval:-5", "like interval:4096"),

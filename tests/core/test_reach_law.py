@@ -80,14 +80,16 @@ def make_layout(drawn: list[Group]) -> Layout:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, policies: tuple[str, ...] = ("dense", "end", "interval")) -> World:
-    count = draw(st.integers(1, 4))
+def worlds(
+    draw: st.DrawFn, policies: tuple[str, ...] = ("dense", "end", "interval", "auto")
+) -> World:
+    count = draw(st.integers(1, 9))
     layout = make_layout([draw(groups(i)) for i in range(count)])
     step = layout.alignment_tokens
     known = draw(st.integers(1, 4 * step + 3))
     policy = draw(st.sampled_from(policies))
-    if policy == "interval":
-        policy = f"interval:{draw(st.integers(1, 2 * step))}"
+    if policy in ("interval", "auto"):
+        policy += f":{draw(st.integers(1, 2 * step))}"
     marks = [b for b in range(step, known + 1, step)]
     produced = draw(st.none() | st.frozensets(st.sampled_from(marks or [step])))
     junctions = tuple(draw(st.lists(st.integers(0, known), max_size=2)))

@@ -44,12 +44,12 @@ MUTATIONS = {
         "[1] * len(layout.groups), strict",
     ),
     "a look-ahead beyond the known tokens": (
-        "known_tokens - lookahead_tokens(layout))\n    if max_boundary",
-        "known_tokens)\n    if max_boundary",
+        "top = known_tokens - lookahead_tokens(layout)",
+        "top = known_tokens",
     ),
     "the last token is not computed again": (
-        "min(known_tokens - 1, known",
-        "min(known_tokens, known",
+        "top = known_tokens - 1 if",
+        "top = known_tokens if",
     ),
     "scratch vetoes and is stored": (
         "GroupKind.SCRATCH:\n            return 0",
@@ -57,10 +57,10 @@ MUTATIONS = {
     ),
     "the whole prompt's last boundary is lost": ("(1, last + 1, dtype", "(1, last, dtype"),
     "end forgets the same prompt again": (
-        "min(last, max(0, known_tokens - 1) // step), last]",
-        "last]",
+        "[min(end, max(0, end_tokens - 1) // step), end]",
+        "[end]",
     ),
-    "end forgets the longer prompt": ("// step), last]", "// step)]"),
+    "end forgets the longer prompt": ("// step), end]", "// step)]"),
     "states that were never made are kept": ("kept[np.isin(kept, at)]", "kept"),
     "touching ranges are lost": ("first[1:] > end[:-1]", "first[1:] >= end[:-1] + 9"),
     "a candidate is jumped over": (
@@ -69,8 +69,29 @@ MUTATIONS = {
     ),
     "the jump goes too far": ("missing - row.ahead_blocks) *", "missing - 1 - row.ahead_blocks) *"),
     "a full group's prefix may have a hole": (
-        "while block < end and present",
-        "while block < end and block + 1 and (block == 2) | present",
+        "if not self._ask(group, b)",
+        "if b != 2 and not self._ask(group, b)",
+    ),
+    "a tail is looked for one segment too low": (
+        "range(high, low, -self._step)",
+        "range(high - self._step, low, -self._step)",
+    ),
+    "a tail is looked for in the next block": (
+        "self._block_tokens[g] - 1) for",
+        "self._block_tokens[g]) for",
+    ),
+    "auto forgets its ladder": (
+        "policy.kind is not PolicyKind.END:",
+        "policy.kind is PolicyKind.INTERVAL:",
+    ),
+    "auto forgets the end": (
+        "policy.kind is not PolicyKind.INTERVAL:",
+        "policy.kind is PolicyKind.END:",
+    ),
+    "junctions are forgotten": ("for j in junctions], dtype", "for j in ()], dtype"),
+    "the answer's end is kept at every step": (
+        "known_tokens if end_tokens is None else end_tokens",
+        "known_tokens",
     ),
     "the first blocks of a step are lost": ("ready > after_tokens)", "ready > after_tokens + 1)"),
     "a step offers what an earlier one did": ("if not previous or", "if True or"),
@@ -122,9 +143,14 @@ def check_law(r: Any) -> None:
     for layout in layouts():
         oracle = Oracle.of(layout)
         for known in (3, 4, 8, 9, 17, 21):
-            for policy in ("dense", "end", "interval:8"):
+            for policy in ("dense", "end", "interval:8", "auto:12"):
                 for produced in (None, frozenset({8, 16})):
                     check_prompt(r, layout, oracle, known, policy, produced)
+        for policy in ("end", "auto:12"):
+            kept = r.boundaries(
+                layout, r.Policy.parse(policy), 40, junctions=[6, 29], end_tokens=20
+            )
+            assert kept.tolist() == oracle.kept_boundaries(policy, 40, None, [6, 29], 20)
 
 
 def check_prompt(
