@@ -174,25 +174,30 @@ async def test_a_clear_killed_after_the_switch_stays_cleared(tmp_path: pathlib.P
     assert not old.exists()
 
 
+@pytest.mark.parametrize("renamed", [False, True])
 async def test_a_write_begun_before_a_clear_does_not_come_after_it(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
 ) -> None:
     blocks = make_blocks(3, [4096])
     at_the_rename, go_on = asyncio.Event(), asyncio.Event()
     rename = aiofiles.os.replace
 
     async def waiting(source: str, target: str, **options: object) -> None:
+        if renamed:
+            await rename(source, target, **options)  # type: ignore[arg-type] # stub names them all
         at_the_rename.set()
         await go_on.wait()
-        await rename(source, target, **options)  # type: ignore[arg-type] # its stub names them all
+        if not renamed:
+            await rename(source, target, **options)  # type: ignore[arg-type] # stub names them all
 
     async with opened(tmp_path) as backend:
-        monkeypatch.setattr(aiofiles.os, "replace", waiting)
-        writing = asyncio.create_task(save(backend, blocks))
-        await at_the_rename.wait()
-        await backend.clear()
-        go_on.set()
-        assert set((await writing).values()) == {Outcome.DECLINED}
+        with monkeypatch.context() as patch:
+            patch.setattr(aiofiles.os, "replace", waiting)
+            writing = asyncio.create_task(save(backend, blocks))
+            await at_the_rename.wait()
+            await backend.clear()
+            go_on.set()
+            assert set((await writing).values()) == {Outcome.DECLINED}
         assert await listed(backend) == set()
         assert (await backend.usage()).physical_bytes == 0
         assert set((await save(backend, blocks)).values()) == {Outcome.DONE}
@@ -240,8 +245,7 @@ async def test_blocks_beyond_a_smaller_quota_go_at_open_the_oldest_first(
     async with opened(tmp_path, capacity="5MiB", block_bytes=[MIB]) as backend:
         usage = await backend.usage()
         assert usage.physical_bytes <= usage.capacity_bytes
-        left = await listed(backend)
-        assert left == set(list(blocks)[len(blocks) - len(left) :])
+        assert await listed(backend) == set(list(blocks)[-4:])
 
 
 async def test_a_block_written_again_while_it_retires_stays(tmp_path: pathlib.Path) -> None:

@@ -154,6 +154,31 @@ def _scribble(batch: BlockBatch) -> None:
     batch.payload(0)[:] = bytes([FOREIGN ^ 0xFF]) * int(batch.nbytes[0])
 
 
+class DoesNotWaitForItsThread(MemoryBackend):
+    async def read(self, batch: BlockBatch) -> Outcomes:
+        out, payloads = np.full(len(batch), Outcome.DONE, np.uint8), batch.payloads()
+        stored = [self._blocks[key] for key in batch.keys]
+        for i, (record, _) in enumerate(stored):
+            batch.records[i] = np.frombuffer(record, batch.records.dtype)[0]
+
+        def copy() -> None:
+            for payload, (_, data) in zip(payloads, stored, strict=True):
+                payload[:] = data
+
+        await asyncio.to_thread(copy)
+        return out
+
+
+class WritesOnWhenCancelled(MemoryBackend):
+    async def write(self, batch: BlockBatch) -> Outcomes:
+        await asyncio.shield(asyncio.ensure_future(self._late(batch)))
+        return np.full(len(batch), Outcome.DONE, np.uint8)
+
+    async def _late(self, batch: BlockBatch) -> None:
+        await asyncio.to_thread(int)
+        await super().write(batch)
+
+
 class KeepsTheCallersBuffer(MemoryBackend):
     async def write(self, batch: BlockBatch) -> Outcomes:
         for i, key in enumerate(batch.keys):
@@ -229,6 +254,14 @@ CASES = [
     (HasNoLock, "test_a_second_owner_is_refused_and_harms_nothing"),
     (ForgetsUntilTheReopen, "test_clear_forgets_for_good_and_the_store_goes_on"),
     (WritesIntoBuffersAfterCancellation, "test_a_cancelled_read_leaves_its_buffers_alone"),
+    (
+        DoesNotWaitForItsThread,
+        "test_a_read_cancelled_while_a_thread_is_slow_leaves_its_buffers_alone",
+    ),
+    (
+        WritesOnWhenCancelled,
+        "test_a_write_cancelled_while_a_thread_is_slow_is_whole_or_a_miss",
+    ),
     (KeepsTheCallersBuffer, "test_a_cancelled_write_is_whole_or_a_miss"),
     (EvictsWithoutAsking, "test_only_retired_blocks_make_room_and_the_quota_holds"),
     (EvictsBeforeTheAnswer, "test_only_retired_blocks_make_room_and_the_quota_holds"),

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import pathlib
-from collections.abc import Awaitable, Iterator
+import threading
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
@@ -41,8 +42,11 @@ from tierkv.testing.promises import (
 FOREIGN: Final = 0x5A
 """What the next owner of a buffer puts into it."""
 
-STEPS: Final = (0, 1, 2, 3, 4, 6, 9, 14, 22)
+STEPS: Final = (0, 1, 2, 4, 9, 22)
 """After how many turns of the loop a call is cancelled."""
+
+JOBS: Final = (1, 2, 4, 11)
+"""At which job for a thread, counted from the call's first, a call is cancelled."""
 
 _T = TypeVar("_T")
 
@@ -61,29 +65,85 @@ async def cancelled_after(turns: int, work: Awaitable[_T]) -> _T | None:
         return None
 
 
-@contextlib.contextmanager
-def thread_jobs() -> Iterator[list[Future[Any]]]:
-    """Every job that is handed to a thread pool while this lasts."""
-    jobs: list[Future[Any]] = []
-    submit = ThreadPoolExecutor.submit
+class ThreadJobs:
+    """Every job handed to a thread pool while this is entered; from the n-th on they are held.
 
-    def noting(self: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> Future[Any]:
-        job: Future[Any] = submit(self, *args, **kwargs)
-        jobs.append(job)
-        return job
+    A thread that is slow to start is what makes a careless cancellation visible: held jobs begin
+    when `release` is called.
+    """
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ThreadPoolExecutor, "submit", noting)
-        yield jobs
+    def __init__(self, hold_from: int | None = None) -> None:
+        self.jobs: list[Future[Any]] = []
+        self.holding = asyncio.Event()
+        self._hold_from = hold_from
+        self._gate = threading.Event()
+        self._patch = pytest.MonkeyPatch()
+
+    def release(self) -> None:
+        """Let every held job begin, and hold no more."""
+        self._hold_from = None
+        self._gate.set()
+
+    def _held(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # From inside the thread: a job that has not begun can still be cancelled.
+        loop.call_soon_threadsafe(self.holding.set)
+        self._gate.wait()
+        return work(*args, **kwargs)
+
+    def __enter__(self) -> ThreadJobs:
+        submit = ThreadPoolExecutor.submit
+        loop = asyncio.get_running_loop()
+
+        def noting(
+            pool: ThreadPoolExecutor, work: Callable[..., Any], *args: Any, **kwargs: Any
+        ) -> Future[Any]:
+            if self._hold_from is not None and len(self.jobs) + 1 >= self._hold_from:
+                work = functools.partial(self._held, loop, work)
+            job: Future[Any] = submit(pool, work, *args, **kwargs)
+            self.jobs.append(job)
+            return job
+
+        self._patch.setattr(ThreadPoolExecutor, "submit", noting)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+        self._patch.undo()
+
+    async def take_back_and_watch(self, batch: BlockBatch) -> None:
+        """Reuse a batch's arena, let every thread come to its end, and see that nobody wrote."""
+        batch.arena[:] = bytes([FOREIGN]) * len(batch.arena)
+        self.release()
+        for job in list(self.jobs):
+            if not job.cancelled():
+                await asyncio.wait([asyncio.wrap_future(job)])
+        touched = len(batch.arena) - bytes(batch.arena).count(FOREIGN)
+        assert touched == 0, f"{touched} bytes were touched after the call had ended"
 
 
-async def take_back_and_watch(batch: BlockBatch, jobs: list[Future[Any]]) -> None:
-    """Reuse a batch's arena, let every thread come to its end, and see that nobody else wrote."""
-    batch.arena[:] = bytes([FOREIGN]) * len(batch.arena)
-    for job in list(jobs):
-        if not job.cancelled():
-            await asyncio.wait([asyncio.wrap_future(job)])
-    assert bytes(batch.arena).count(FOREIGN) == len(batch.arena), "a buffer was touched too late"
+async def cancelled_at_job(jobs: ThreadJobs, work: Awaitable[object]) -> None:
+    """Cancel `work` while its thread is held.
+
+    It may end at once, if nothing is touched any more, or wait for its thread, which goes on once
+    it is clear that it waits.
+    """
+    task = asyncio.ensure_future(work)
+    holding = asyncio.ensure_future(jobs.holding.wait())
+    await asyncio.wait([task, holding], return_when=asyncio.FIRST_COMPLETED)
+    holding.cancel()
+    for _ in range(3):
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    if not task.done():
+        jobs.release()
+    await asyncio.wait([task])
 
 
 class CancellationPromises(ContractBase):
@@ -96,10 +156,23 @@ class CancellationPromises(ContractBase):
         blocks = make_blocks(18, BLOCK_BYTES)
         async with self.opened(tmp_path) as backend:
             await save(backend, blocks)
-            with thread_jobs() as jobs:
+            with ThreadJobs() as jobs:
                 batch = empty_batch(sizes(blocks))
                 await cancelled_after(turns, backend.read(batch))
-                await take_back_and_watch(batch, jobs)
+                await jobs.take_back_and_watch(batch)
+            assert await load(backend, sizes(blocks)) == blocks
+
+    @pytest.mark.parametrize("job", JOBS)
+    async def test_a_read_cancelled_while_a_thread_is_slow_leaves_its_buffers_alone(
+        self, tmp_path: pathlib.Path, job: int
+    ) -> None:
+        blocks = make_blocks(18, BLOCK_BYTES)
+        async with self.opened(tmp_path) as backend:
+            await save(backend, blocks)
+            with ThreadJobs(hold_from=job) as jobs:
+                batch = empty_batch(sizes(blocks))
+                await cancelled_at_job(jobs, backend.read(batch))
+                await jobs.take_back_and_watch(batch)
             assert await load(backend, sizes(blocks)) == blocks
 
     @pytest.mark.parametrize("turns", STEPS)
@@ -108,13 +181,23 @@ class CancellationPromises(ContractBase):
     ) -> None:
         blocks = make_blocks(18, BLOCK_BYTES)
         async with self.opened(tmp_path) as backend:
-            with thread_jobs() as jobs:
+            with ThreadJobs() as jobs:
                 batch = make_batch(blocks)
                 await cancelled_after(turns, backend.write(batch))
-                await take_back_and_watch(batch, jobs)
+                await jobs.take_back_and_watch(batch)
             await self._whole_or_missing(backend, blocks)
-            assert set((await save(backend, blocks)).values()) == {Outcome.DONE}
-            assert await load(backend, sizes(blocks)) == blocks
+
+    @pytest.mark.parametrize("job", JOBS)
+    async def test_a_write_cancelled_while_a_thread_is_slow_is_whole_or_a_miss(
+        self, tmp_path: pathlib.Path, job: int
+    ) -> None:
+        blocks = make_blocks(18, BLOCK_BYTES)
+        async with self.opened(tmp_path) as backend:
+            with ThreadJobs(hold_from=job) as jobs:
+                batch = make_batch(blocks)
+                await cancelled_at_job(jobs, backend.write(batch))
+                await jobs.take_back_and_watch(batch)
+            await self._whole_or_missing(backend, blocks)
 
     @staticmethod
     async def _whole_or_missing(backend: Backend, blocks: dict[Key, bytes]) -> None:
@@ -122,6 +205,8 @@ class CancellationPromises(ContractBase):
         found = await load(backend, sizes(blocks))
         for (key, got), listed in zip(found.items(), there, strict=True):
             assert got == (blocks[key] if listed else Outcome.MISSING)
+        assert set((await save(backend, blocks)).values()) == {Outcome.DONE}
+        assert await load(backend, sizes(blocks)) == blocks
 
     async def test_a_read_beside_a_delete_gives_all_bytes_or_a_miss(
         self, tmp_path: pathlib.Path

@@ -149,7 +149,9 @@ class FileBackend(Backend):
             if self._foreign:
                 await self._drop_foreign()
             else:
-                await self.delete(Keys.of(itertools.islice(self._blocks, 256)))
+                await self.delete(
+                    Keys.of(self._oldest(self._physical_bytes - self._capacity_bytes))
+                )
 
     async def close(self) -> None:
         """Wait for the threads, then give the lock back."""
@@ -326,13 +328,7 @@ class FileBackend(Backend):
             await self._drop_foreign()
             return True
         least = max(nbytes, self._capacity_bytes // RETIRE_SHARE)
-        victims: list[Key] = []
-        freed = 0
-        for key, block in self._blocks.items():
-            if freed >= least:
-                break
-            victims.append(key)
-            freed += on_disk(block.nbytes)
+        victims = self._oldest(least)
         if not victims or self._context is None:
             return False
         self._retiring.update(victims)
@@ -344,6 +340,16 @@ class FileBackend(Backend):
         await self.delete(Keys.of(gone))
         self._counters["blocks_evicted"] += len(gone)
         return True
+
+    def _oldest(self, nbytes: int) -> list[Key]:
+        """The least recently used blocks that take `nbytes` on disk together, if there are such."""
+        keys: list[Key] = []
+        for key, block in self._blocks.items():
+            if nbytes <= 0:
+                break
+            keys.append(key)
+            nbytes -= on_disk(block.nbytes)
+        return keys
 
     async def _drop_foreign(self) -> None:
         foreign = self._foreign.pop(0)
