@@ -1,4 +1,4 @@
-"""Whatever happens to the store or the keeper: the engine recomputes, and the output is the same."""
+"""Whatever happens to store or keeper: the engine recomputes, and the output is the same."""
 
 from __future__ import annotations
 
