@@ -284,6 +284,26 @@ async def test_cleared_blocks_stay_away_after_a_kill(
         assert await load(backend, sizes(new)) == new
 
 
+async def test_a_key_written_twice_counts_once_and_the_later_bytes_win_after_a_kill(
+    tmp_path: Path, opened: Opened, killed: Killed
+) -> None:
+    blocks = make_blocks(4, BYTES)
+    first, second, *_ = blocks
+    anew = make_blocks(4, BYTES, variant=1)
+    async with opened(tmp_path, block_bytes=BYTES) as backend:
+        await save(backend, blocks)
+        await backend.delete(Keys.of([first, second]))
+        await save(backend, {first: anew[first]})  # in the same segment
+        await save(backend, make_blocks(20, BYTES, first=50))
+        await save(backend, {second: anew[second]})  # in a later one
+        root = killed(tmp_path)
+    async with opened(root, block_bytes=BYTES) as backend:
+        right = blocks | {first: anew[first], second: anew[second]}
+        assert await load(backend, sizes(blocks)) == right
+        usage = await backend.usage()
+        assert (usage.blocks, usage.payload_bytes) == (24, 12 * sum(BYTES))
+
+
 async def test_deleted_blocks_stay_away_after_a_clean_close(tmp_path: Path, opened: Opened) -> None:
     async with opened(tmp_path, block_bytes=BYTES) as backend:
         blocks = await fill(backend, 30)
