@@ -1,0 +1,126 @@
+"""What of one prompt is there, asked in runs of blocks: the index seen along a chain of hashes.
+
+A million-token prompt has hundreds of thousands of units. Whatever is asked here costs what is
+there, in passes over whole columns; no question is asked block by block in Python.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.index import Index, Rows, Tier
+from tierkv.layout import Layout
+
+_FIRST_RUN: Final = 32
+_GROWTH: Final = 8
+"""Runs grow by this factor while all of it is there, so that a miss at the front stays cheap and a
+million tokens take few passes (bench/planner.py)."""
+
+_RESIDENT: Final = int(Tier.RESIDENT)  # Python 3.11 takes 2 us to find a member of an enum
+
+_FEW: Final = 4
+"""Below this many blocks a loop is faster than numpy (bench/planner.py)."""
+
+
+@functools.lru_cache(maxsize=64)
+def _units(layout: Layout) -> tuple[int, ...]:
+    """Hashes of the chain per block of each group; 0 for a group whose blocks have no hash."""
+    unit = layout.hash_block_tokens
+    return tuple(g.block_tokens // unit if g.reusable else 0 for g in layout.groups)
+
+
+class Stock:
+    """A view of the index for one prompt (`tierkv.reach.View`).
+
+    hashes: the chain, one hash per unit of the layout; blocks beyond it are not there. A sequence
+        whose slices are quick: a list.
+    """
+
+    __slots__ = ("_finders", "_hashes", "_index", "_step", "_step_units", "_units")
+
+    def __init__(self, index: Index, layout: Layout, hashes: Sequence[bytes]) -> None:
+        self._index = index
+        self._hashes = hashes
+        self._units = _units(layout)
+        self._step = layout.alignment_tokens
+        self._step_units = layout.alignment_tokens // layout.hash_block_tokens
+        self._finders = [index.finder(g) for g in range(len(layout.groups))]
+
+    def name(self, group: int, block: int) -> bytes:
+        """The hash that names a block of a group that is reused."""
+        return self._hashes[(block + 1) * self._units[group] - 1]
+
+    def names(self, group: int, blocks: Iterable[int]) -> list[bytes]:
+        """The hashes that name these blocks."""
+        units, hashes = self._units[group], self._hashes
+        return [hashes[(b + 1) * units - 1] for b in blocks]
+
+    def rows(self, group: int, first: int, end: int) -> Rows:
+        """Rows of the blocks `[first, end)`; -1 where a block has none."""
+        units = self._units[group]
+        names = self._hashes[(first + 1) * units - 1 : end * units : units]
+        rows = np.full(end - first, -1, np.int64)
+        rows[: len(names)] = self._find(group, names)
+        return rows
+
+    def loadable(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these rows could be loaded now, or are on their way into the arena."""
+        index = self._index
+        index = self._index
+        there: NDArray[np.bool_] = index.pinned[rows] != 0  # Pinned.ABSENT
+        there |= index.tier[rows] == _RESIDENT
+        return there
+
+    def first_missing(self, group: int, first: int, end: int) -> int:
+        """See `tierkv.reach.View`."""
+        if end - first <= _FEW:
+            return next((b for b in range(first, end) if not self._is_there(group, b)), end)
+        size = _FIRST_RUN
+        while first < end:
+            stop = min(first + size, end)
+            rows = self.rows(group, first, stop)
+            there = (rows >= 0) & self.loadable(rows)
+            at = int(there.argmin())
+            if not there[at]:
+                return first + at
+            first, size = stop, size * _GROWTH
+        return end
+
+    def last_ends(self, groups: Sequence[int], low: int, high: int) -> int:
+        """See `tierkv.reach.View`."""
+        units = self._step_units
+        top = min(high // self._step, len(self._hashes) // units)
+        bottom = low // self._step + 1
+        size = 1
+        while top >= bottom:
+            start = max(bottom, top - size + 1)
+            ends = np.arange(start, top + 1)
+            names = self._hashes[start * units - 1 : top * units : units]
+            for group in groups:
+                rows = self._find(group, names)
+                there = (rows >= 0) & self.loadable(rows)
+                if not there.all():
+                    ends = ends[there]
+                    names = [names[i] for i in np.flatnonzero(there).tolist()]
+                if not len(ends):
+                    break
+            if len(ends):
+                return int(ends[-1]) * self._step
+            top, size = start - 1, max(_FIRST_RUN, size * _GROWTH)
+        return 0
+
+    def _find(self, group: int, names: Sequence[bytes]) -> Rows:
+        return np.fromiter(map(self._finders[group], names, repeat(-1)), np.int64, len(names))
+
+    def _is_there(self, group: int, block: int) -> bool:
+        at = (block + 1) * self._units[group] - 1
+        if at >= len(self._hashes):
+            return False
+        row, index = self._finders[group](self._hashes[at], -1), self._index
+        return row >= 0 and bool(index.pinned.item(row) or index.tier.item(row) == _RESIDENT)
