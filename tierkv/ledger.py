@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -454,8 +454,6 @@ class Ledger:
 
     def _decline(self, request: _Request, blocks: tuple[tuple[int, int], ...]) -> None:
         progress = request.progress
-        request.progress = SaveProgress(
-            progress.planned_tokens, progress.next_block, (*progress.declined, *blocks)
-        )
+        request.progress = replace(progress, declined=(*progress.declined, *blocks))
         request.declined_at = self._books.capacity_version
         self._books.counters["declined_blocks"] += len(blocks)

@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 
 from tierkv import reach
 from tierkv.index import Index, Pinned, Rows, Tier
-from tierkv.layout import Layout
+from tierkv.layout import GroupKind, Layout
+from tierkv.stock import Stock
 
 Blocks = NDArray[np.int64]
 """int64[n] of block indices: block i of a group covers tokens [i * block_tokens, …)."""
+
+_NO_BLOCKS: Blocks = np.empty(0, np.int64)
 
 BlockTables = Sequence[Sequence[int | None]]
 """One table a group: `tables[group][block index]` is the engine's block id, or None: no page."""
@@ -45,13 +48,15 @@ class HitPlan:
 class SaveProgress:
     """How far the saves of one request have come; made new by every plan.
 
-    planned_tokens: boundaries up to here have been planned.
-    next_block: per group, blocks below were offered, or are kept already.
+    planned_tokens: boundaries whose look-ahead ends here or below have been planned.
+    next_block: per group, blocks below were offered, or are kept already, or wait.
+    waiting: (group, block) of look-aheads that are planned but not computed yet.
     declined: (group, block) that found no place, to be offered again.
     """
 
     planned_tokens: int = 0
     next_block: tuple[int, ...] = ()
+    waiting: tuple[tuple[int, int], ...] = ()
     declined: tuple[tuple[int, int], ...] = ()
 
 
@@ -85,35 +90,18 @@ def plan_hit(
     known_tokens: tokens of the request; the last one is always recomputed.
     local_tokens: the engine holds the prefix [0, local_tokens) itself.
     """
-    per_block = [
-        g.block_tokens // layout.hash_block_tokens if g.reusable else 0 for g in layout.groups
-    ]
-    finders = [index.finder(g) for g in range(len(layout.groups))]
-    hashed = len(hashes)
-
-    def row_of(group: int, block: int) -> int:
-        at = (block + 1) * per_block[group] - 1
-        return finders[group](hashes[at], -1) if at < hashed else -1
-
-    def present(group: int, block: int) -> bool:
-        row = row_of(group, block)
-        return row >= 0 and bool(index.pinned[row] or index.tier[row] == Tier.RESIDENT)
-
+    stock = Stock(index, layout, hashes)
     tokens = reach.longest_hit(
-        layout, known_tokens, present, local_tokens=local_tokens, max_boundary=max_boundary
+        layout, known_tokens, stock, local_tokens=local_tokens, max_boundary=max_boundary
     )
-    groups: list[int] = []
-    blocks: list[int] = []
-    if tokens > local_tokens:
-        for g, first, end in load_ranges(layout, tokens, local_tokens):
-            groups.extend([g] * (end - first))
-            blocks.extend(range(first, end))
-    rows = np.fromiter(map(row_of, groups, blocks), np.int64, len(groups))
+    wanted = load_ranges(layout, tokens, local_tokens) if tokens > local_tokens else []
+    sizes = [end - first for _, first, end in wanted]
+    rows = np.concatenate([_NO_BLOCKS, *(stock.rows(*run) for run in wanted)])
     state = index.pinned[rows]
     return HitPlan(
         tokens,
-        np.array(groups, np.uint16),
-        np.array(blocks, np.int64),
+        np.repeat(np.array([g for g, _, _ in wanted], np.uint16), sizes),
+        np.concatenate([_NO_BLOCKS, *(np.arange(*run[1:]) for run in wanted)]),
         rows,
         state == Pinned.ABSENT,
         bool((state == Pinned.FILLING).any()),
@@ -153,11 +141,24 @@ def plan_save(
     retry: offer declined blocks again (their pages may still be there).
     """
     upto = min(computed_tokens, len(hashes) * layout.hash_block_tokens)
+    # A boundary is planned when it is computed if its look-ahead is known to come: by the time
+    # that is computed too, the engine may have let the boundary's windows and states go.
+    ready = max(upto, min(upto + reach.lookahead_tokens(layout), known_tokens))
+    tables = _Tables(index, layout, hashes, block_ids, (None, null_block_id))
     next_block = list(progress.next_block or [0] * len(layout.groups))
-    candidates = list(progress.declined) if retry else []
+    candidates = list(progress.waiting)
+    if retry:
+        candidates.extend(progress.declined)
     skipped = [0] * len(layout.groups)
-    if upto > progress.planned_tokens:
-        kept = reach.keep_between(layout, policy, progress.planned_tokens, upto, known_tokens)
+    if ready > progress.planned_tokens:
+        kept = reach.keep_between(
+            layout,
+            policy,
+            progress.planned_tokens,
+            ready,
+            known_tokens,
+            tables.produced(progress.planned_tokens, ready),
+        )
         for g, ranges in enumerate(kept):
             for first, end in ranges.tolist():
                 fresh = max(first, next_block[g])
@@ -166,37 +167,78 @@ def plan_save(
                 skipped[g] += fresh - next_block[g]
                 candidates.extend((g, i) for i in range(fresh, end))
                 next_block[g] = end
-    wanted, present = _split(index, layout, hashes, candidates, block_ids, null_block_id)
+    tokens = [g.block_tokens for g in layout.groups]
+    waiting = tuple((g, i) for g, i in candidates if (i + 1) * tokens[g] > upto)
+    wanted, present = tables.split([c for c in candidates if (c[1] + 1) * tokens[c[0]] <= upto])
     return SavePlan(
         tuple(wanted),
         tuple(present),
         SaveProgress(
-            max(upto, progress.planned_tokens),
+            max(ready, progress.planned_tokens),
             tuple(next_block),
+            waiting,
             () if retry else progress.declined,
         ),
         tuple(skipped),
     )
 
 
-def _split(
-    index: Index,
-    layout: Layout,
-    hashes: Sequence[bytes],
-    candidates: list[tuple[int, int]],
-    block_ids: BlockTables,
-    null_block_id: int | None,
-) -> tuple[list[tuple[int, int]], list[int]]:
-    """Candidates that need a copy, beginnings first, and the rows of those that do not."""
-    unit, absent = layout.hash_block_tokens, (None, null_block_id)
-    tokens = [g.block_tokens for g in layout.groups]
-    wanted: list[tuple[int, int]] = []
-    present: list[int] = []
-    for g, i in candidates:
-        row = index.find(g, hashes[(i + 1) * tokens[g] // unit - 1])
-        if row >= 0 and (index.pinned[row] or index.tier[row] in (Tier.WRITING, Tier.RESIDENT)):
-            present.append(row)
-        elif i < len(block_ids[g]) and block_ids[g][i] not in absent:
-            wanted.append((g, i))
-    wanted.sort(key=lambda gi: (gi[1] + 1) * tokens[gi[0]])
-    return wanted, present
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tables:
+    """A request's block tables beside what is kept of its prompt already."""
+
+    index: Index
+    layout: Layout
+    hashes: Sequence[bytes]
+    block_ids: BlockTables
+    absent: tuple[int | None, int | None]
+
+    def kept(self, group: int, block: int) -> int:
+        """The row of a block that is kept or being kept, or -1."""
+        index, at = self.index, reach.block_hash_index(self.layout, group, block)
+        row = index.find(group, self.hashes[at]) if at < len(self.hashes) else -1
+        there = row >= 0 and (index.pinned[row] or index.tier[row] in (Tier.WRITING, Tier.RESIDENT))
+        return row if there else -1
+
+    def has_page(self, group: int, block: int) -> bool:
+        """Whether the engine has a page for the block now."""
+        table = self.block_ids[group]
+        return block < len(table) and table[block] not in self.absent
+
+    def produced(self, after: int, ready: int) -> list[int] | None:
+        """Boundaries with a state in every recurrent group, look-ahead ending in `(after, ready]`.
+
+        None where the layout has no such group. Engines leave no page where they took no state;
+        window blocks that lead up to there would be written for nobody.
+        """
+        sizes = {
+            g: group.block_tokens
+            for g, group in enumerate(self.layout.groups)
+            if group.kind is GroupKind.RECURRENT
+        }
+        if not sizes:
+            return None
+        step, ahead = self.layout.alignment_tokens, reach.lookahead_tokens(self.layout)
+        first = max(0, after - ahead) // step + 1
+        return [
+            b
+            for b in range(first * step, max(0, ready - ahead) + 1, step)
+            if all(
+                self.has_page(g, b // n - 1) or self.kept(g, b // n - 1) >= 0
+                for g, n in sizes.items()
+            )
+        ]
+
+    def split(self, blocks: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[int]]:
+        """Blocks that need a copy, beginnings first, and the rows of those that do not."""
+        wanted: list[tuple[int, int]] = []
+        present: list[int] = []
+        for g, i in blocks:
+            row = self.kept(g, i)
+            if row >= 0:
+                present.append(row)
+            elif self.has_page(g, i):
+                wanted.append((g, i))
+        tokens = [g.block_tokens for g in self.layout.groups]
+        wanted.sort(key=lambda gi: (gi[1] + 1) * tokens[gi[0]])
+        return wanted, present
