@@ -12,7 +12,7 @@ from tierkv.blocks import Event, Move, MoveDone, MoveKind, Outcome, Recovered, s
 from tierkv.mover import Mover
 from tierkv.pinned import Arena
 from tierkv.storage import StorageConfig
-from tierkv.testing import make_key, make_move, make_payload
+from tierkv.testing import Op, SlowBackend, make_key, make_move, make_payload
 
 BLOCK_BYTES = (5000, 12288)
 SLOT = slot_bytes(max(BLOCK_BYTES))
@@ -35,6 +35,7 @@ class Desk:
             block_bytes=BLOCK_BYTES,
             **options,
         )
+        self._backend = backend
         self.arena = arena or Arena.create(config.arena_bytes)
         self.events: list[Event] = []
         self._changed = asyncio.Event()
@@ -59,6 +60,9 @@ class Desk:
             await desk.close()
 
     async def close(self) -> None:
+        if isinstance(self._backend, SlowBackend):  # else a test that fails hangs its loop's end
+            for op in Op:
+                self._backend.release(op)
         await self.mover.close(deadline_s=0.05)
         self.arena.close()
 
