@@ -72,7 +72,6 @@ class Stock:
     def loadable(self, rows: Rows) -> NDArray[np.bool_]:
         """Which of these rows could be loaded now, or are on their way into the arena."""
         index = self._index
-        index = self._index
         there: NDArray[np.bool_] = index.pinned[rows] != 0  # Pinned.ABSENT
         there |= index.tier[rows] == _RESIDENT
         return there
