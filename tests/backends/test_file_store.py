@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import pathlib
@@ -22,6 +23,7 @@ from tierkv.testing import (
     BackendMachine,
     Key,
     agree_at_once,
+    assert_same,
     load,
     make_blocks,
     make_context,
@@ -128,6 +130,31 @@ async def test_a_second_owner_is_told_who_the_first_is(tmp_path: pathlib.Path) -
                 pass
 
 
+async def test_a_directory_removed_while_its_lock_is_taken_is_made_anew(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+    removed: list[pathlib.Path] = []
+
+    def late(fd: int, flags: int) -> None:
+        if not removed:  # somebody who needs room takes the directory away at the worst moment
+            (path,) = tmp_path.glob("kv1-*")
+            path.rename(tmp_path / "trash")
+            removed.append(path)
+        flock(fd, flags)
+
+    blocks = make_blocks(1, [4096])
+    monkeypatch.setattr(fcntl, "flock", late)
+    async with opened(tmp_path) as backend:
+        await save(backend, blocks)
+        with pytest.raises(StoreBusyError):
+            async with opened(tmp_path):
+                pass
+    assert len(removed) == 1
+    async with opened(tmp_path) as backend:
+        assert_same(await load(backend, sizes(blocks)), blocks)
+
+
 async def test_a_closed_backend_says_so(tmp_path: pathlib.Path) -> None:
     async with opened(tmp_path) as backend:
         pass
@@ -155,13 +182,13 @@ async def test_a_truncated_file_is_a_miss_and_goes(tmp_path: pathlib.Path, left:
     async with opened(tmp_path) as backend:
         await save(backend, blocks)
         os.truncate(files(tmp_path)[torn[1].hex()], left)
-        expected = {**blocks, torn: Outcome.MISSING}
-        assert await load(backend, sizes(blocks)) == expected
+        expected: dict[Key, bytes | Outcome] = {**blocks, torn: Outcome.MISSING}
+        assert_same(await load(backend, sizes(blocks)), expected)
         assert await listed(backend) == blocks.keys() - {torn}
         await save(backend, blocks)
         os.truncate(files(tmp_path)[torn[1].hex()], left)
     async with opened(tmp_path) as backend:
-        assert await load(backend, sizes(blocks)) == expected
+        assert_same(await load(backend, sizes(blocks)), expected)
 
 
 async def test_a_clear_killed_after_the_switch_stays_cleared(tmp_path: pathlib.Path) -> None:
@@ -202,7 +229,7 @@ async def test_a_write_begun_before_a_clear_does_not_come_after_it(
         assert (await backend.usage()).physical_bytes == 0
         assert set((await save(backend, blocks)).values()) == {Outcome.DONE}
     async with opened(tmp_path) as backend:
-        assert await load(backend, sizes(blocks)) == blocks
+        assert_same(await load(backend, sizes(blocks)), blocks)
 
 
 async def test_files_that_are_not_ours_are_left_alone(
@@ -231,7 +258,7 @@ async def test_what_was_read_lately_outlives_what_was_not(tmp_path: pathlib.Path
         await save(backend, blocks)
         await load(backend, sizes(used))
         await save(backend, make_blocks(4, [MIB], first=100))
-        assert await load(backend, sizes(used)) == used
+        assert_same(await load(backend, sizes(used)), used)
 
 
 async def test_blocks_beyond_a_smaller_quota_go_at_open_the_oldest_first(
@@ -264,7 +291,7 @@ async def test_a_block_written_again_while_it_retires_stays(tmp_path: pathlib.Pa
         assert set((await save(backend, wanted)).values()) == {Outcome.DONE}
         agreed.set()
         await writing
-        assert await load(backend, sizes(wanted)) == wanted
+        assert_same(await load(backend, sizes(wanted)), wanted)
 
 
 async def test_a_cancelled_wait_for_room_gives_its_reservation_back(
@@ -293,7 +320,7 @@ async def test_a_block_larger_than_the_quota_is_declined_and_costs_nobody_else(
     async with opened(tmp_path, capacity="512KiB") as backend:
         await save(backend, small)
         assert set((await save(backend, large)).values()) == {Outcome.DECLINED}
-        assert await load(backend, sizes(small)) == small
+        assert_same(await load(backend, sizes(small)), small)
 
 
 async def test_other_namespaces_that_nobody_holds_go_first(tmp_path: pathlib.Path) -> None:
@@ -312,8 +339,8 @@ async def test_other_namespaces_that_nobody_holds_go_first(tmp_path: pathlib.Pat
             assert 0 <= foreign_bytes <= 2 * 4096, "one namespace, its lock and description"
             await save(backend, mine)
             await save(backend, make_blocks(4, [MIB], first=100))
-            assert await load(backend, sizes(mine)) == mine, "ours went before the unheld ones"
-            assert await load(held, sizes(mine)) == mine
+            assert_same(await load(backend, sizes(mine)), mine)  # the unheld ones went first
+            assert_same(await load(held, sizes(mine)), mine)
     async with opened(tmp_path, block_bytes=[MIB], namespace=b"\x02" * 32) as other:
         assert await listed(other) == set()
     async with opened(tmp_path, block_bytes=[MIB], rank=1) as sibling:
@@ -343,7 +370,7 @@ async def test_a_disk_fuller_than_the_quota_knows_evicts_and_tries_once_more(
         await save(backend, old)
         (tiny_disk / "theirs").write_bytes(bytes(MIB + MIB // 2))
         assert set((await save(backend, new)).values()) == {Outcome.DONE}
-        assert await load(backend, sizes(new)) == new
+        assert_same(await load(backend, sizes(new)), new)
         there = await listed(backend)
         assert len(there) == 2
         usage = await backend.usage()
@@ -363,7 +390,7 @@ async def test_a_full_disk_with_nothing_to_evict_declines(tiny_disk: pathlib.Pat
         assert (await backend.usage()).physical_bytes == len(await listed(backend)) * 8192
         (tiny_disk / "theirs").unlink()
         assert set((await save(backend, blocks)).values()) == {Outcome.DONE}
-        assert await load(backend, sizes(blocks)) == blocks
+        assert_same(await load(backend, sizes(blocks)), blocks)
 
 
 async def test_a_disk_full_at_open_is_said_in_one_line(tiny_disk: pathlib.Path) -> None:

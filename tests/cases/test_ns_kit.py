@@ -13,7 +13,7 @@ from tierkv.backend import Backend
 from tierkv.blocks import Keys, Outcome
 from tierkv.layout import Group, GroupKind, Layout
 from tierkv.namespace import Namespace
-from tierkv.testing import load, make_blocks, make_context, save, sizes
+from tierkv.testing import assert_same, load, make_blocks, make_context, save, sizes
 
 BYTES = [4096]
 LAYOUT = Layout((Group(name="f", kind=GroupKind.FULL, block_tokens=16, block_bytes=4096),))
@@ -54,7 +54,7 @@ async def test_case_008_ranks_with_equal_hashes_keep_their_own_bytes(
             await save(backend, make_blocks(3, BYTES, variant=rank))
         for rank, backend in enumerate(ranks):
             own = make_blocks(3, BYTES, variant=rank)
-            assert await load(backend, sizes(own)) == own
+            assert_same(await load(backend, sizes(own)), own)
 
 
 async def test_case_009_pipeline_stages_with_equal_hashes_keep_their_own_bytes(
@@ -69,5 +69,5 @@ async def test_case_009_pipeline_stages_with_equal_hashes_keep_their_own_bytes(
         await save(first, blocks[0])
         assert set((await load(second, sizes(blocks[1]))).values()) == {Outcome.MISSING}
         await save(second, blocks[1])
-        assert await load(first, sizes(blocks[0])) == blocks[0]
-        assert await load(second, sizes(blocks[1])) == blocks[1]
+        assert_same(await load(first, sizes(blocks[0])), blocks[0])
+        assert_same(await load(second, sizes(blocks[1])), blocks[1])

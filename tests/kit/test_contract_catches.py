@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tierkv.backend import Backend, BackendContext, BlockBatch, Outcomes, Usage
 from tierkv.blocks import Keys, Outcome
 from tierkv.testing import BackendContract
-from tierkv.testing.contract import FOREIGN
 from tierkv.urls import TierURL
 from tierkv_backends.file import FileBackend
 from tierkv_backends.memory import MemoryBackend
@@ -141,19 +140,6 @@ class SharesSimilarNamespaces(SharesAllNamespaces):
         return context.namespace[:8] + bytes([context.rank, context.data_parallel_rank])
 
 
-class WritesIntoBuffersAfterCancellation(MemoryBackend):
-    async def read(self, batch: BlockBatch) -> Outcomes:
-        try:
-            return await super().read(batch)
-        except asyncio.CancelledError:
-            asyncio.get_running_loop().run_in_executor(None, _scribble, batch)
-            raise
-
-
-def _scribble(batch: BlockBatch) -> None:
-    batch.payload(0)[:] = bytes([FOREIGN ^ 0xFF]) * int(batch.nbytes[0])
-
-
 class DoesNotWaitForItsThread(MemoryBackend):
     async def read(self, batch: BlockBatch) -> Outcomes:
         out, payloads = np.full(len(batch), Outcome.DONE, np.uint8), batch.payloads()
@@ -253,7 +239,6 @@ CASES = [
     (MemoryBackend, "test_a_second_owner_is_refused_and_harms_nothing"),
     (HasNoLock, "test_a_second_owner_is_refused_and_harms_nothing"),
     (ForgetsUntilTheReopen, "test_clear_forgets_for_good_and_the_store_goes_on"),
-    (WritesIntoBuffersAfterCancellation, "test_a_cancelled_read_leaves_its_buffers_alone"),
     (
         DoesNotWaitForItsThread,
         "test_a_read_cancelled_while_a_thread_is_slow_leaves_its_buffers_alone",

@@ -19,7 +19,8 @@ What is here:
 
 - `BackendContract`: the promises of `tierkv.backend`, one test each, random histories against a
   dict (`BackendMachine`) and kills of a child process (`kill_campaign`) included.
-- `make_batch`, `empty_batch`, `make_move`, `save`, `load`, ...: blocks for tests, as small dicts.
+- `make_batch`, `empty_batch`, `make_move`, `save`, `load`, `assert_same`, ...: blocks for tests,
+  as small dicts.
 - `FaultyBackend`: wraps a backend and lies, fails or raises as told. `SlowBackend`: wraps a backend
   and holds calls until released.
 - `never_blocked`: raises where something blocks the event loop.
@@ -54,6 +55,7 @@ _HOME = {
     "Op": "doubles",
     "SlowBackend": "doubles",
     "agree_at_once": "batches",
+    "assert_same": "batches",
     "empty_batch": "batches",
     "kill_campaign": "kills",
     "load": "batches",
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from tierkv.testing.batches import FILL as FILL
     from tierkv.testing.batches import Key as Key
     from tierkv.testing.batches import agree_at_once as agree_at_once
+    from tierkv.testing.batches import assert_same as assert_same
     from tierkv.testing.batches import empty_batch as empty_batch
     from tierkv.testing.batches import load as load
     from tierkv.testing.batches import make_batch as make_batch

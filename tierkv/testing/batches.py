@@ -175,6 +175,27 @@ async def load(backend: Backend, wanted: Mapping[Key, int]) -> dict[Key, bytes |
     return found
 
 
+def assert_same(
+    found: Mapping[Key, bytes | Outcome], expected: Mapping[Key, bytes | Outcome]
+) -> None:
+    """What `load` found is what was expected; says in short which keys differ and how.
+
+    A plain ``==`` would make pytest print and compare megabytes.
+    """
+    different = [
+        f"{name(key)}: {_short(found.get(key))}, expected {_short(expected.get(key))}"
+        for key in {**expected, **found}
+        if found.get(key) != expected.get(key)
+    ]
+    assert not different, "; ".join(different[:8])
+
+
+def _short(data: bytes | Outcome | None) -> str:
+    if isinstance(data, bytes):
+        return f"{len(data)} bytes {data[:4].hex()}.. {hashlib.sha256(data).hexdigest()[:8]}"
+    return "not asked" if data is None else data.name
+
+
 def assert_guards_untouched(batch: BlockBatch) -> None:
     """The pages around the slots hold what they held: no I/O left its slot."""
     outside = np.ones(len(batch.arena), np.bool_)

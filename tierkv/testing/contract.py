@@ -19,6 +19,7 @@ from tierkv.backend import Backend, BlockBatch
 from tierkv.blocks import Keys, Outcome
 from tierkv.testing.batches import (
     Key,
+    assert_same,
     empty_batch,
     load,
     make_batch,
@@ -160,7 +161,7 @@ class CancellationPromises(ContractBase):
                 batch = empty_batch(sizes(blocks))
                 await cancelled_after(turns, backend.read(batch))
                 await jobs.take_back_and_watch(batch)
-            assert await load(backend, sizes(blocks)) == blocks
+            assert_same(await load(backend, sizes(blocks)), blocks)
 
     @pytest.mark.parametrize("job", JOBS)
     async def test_a_read_cancelled_while_a_thread_is_slow_leaves_its_buffers_alone(
@@ -173,7 +174,7 @@ class CancellationPromises(ContractBase):
                 batch = empty_batch(sizes(blocks))
                 await cancelled_at_job(jobs, backend.read(batch))
                 await jobs.take_back_and_watch(batch)
-            assert await load(backend, sizes(blocks)) == blocks
+            assert_same(await load(backend, sizes(blocks)), blocks)
 
     @pytest.mark.parametrize("turns", STEPS)
     async def test_a_cancelled_write_is_whole_or_a_miss(
@@ -206,7 +207,7 @@ class CancellationPromises(ContractBase):
         for (key, got), listed in zip(found.items(), there, strict=True):
             assert got == (blocks[key] if listed else Outcome.MISSING)
         assert set((await save(backend, blocks)).values()) == {Outcome.DONE}
-        assert await load(backend, sizes(blocks)) == blocks
+        assert_same(await load(backend, sizes(blocks)), blocks)
 
     async def test_a_read_beside_a_delete_gives_all_bytes_or_a_miss(
         self, tmp_path: pathlib.Path

@@ -19,6 +19,7 @@ from tierkv.errors import StoreBusyError
 from tierkv.testing.batches import (
     Key,
     agree_at_once,
+    assert_same,
     empty_batch,
     load,
     make_batch,
@@ -103,7 +104,7 @@ class AnswerPromises(ContractBase):
         blocks = make_blocks(12, BLOCK_BYTES)
         async with self.opened(tmp_path) as backend:
             assert set((await save(backend, blocks)).values()) == {Outcome.DONE}
-            assert await load(backend, sizes(blocks)) == blocks
+            assert_same(await load(backend, sizes(blocks)), blocks)
 
     async def test_many_groups_with_equal_hashes_stay_apart(self, tmp_path: pathlib.Path) -> None:
         block_bytes = [64 + group for group in range(64)]
@@ -111,7 +112,7 @@ class AnswerPromises(ContractBase):
         blocks = {key: make_payload(key, block_bytes[key[0]]) for key in keys}
         async with self.opened(tmp_path, block_bytes=block_bytes) as backend:
             await save(backend, blocks)
-            assert await load(backend, sizes(blocks)) == blocks
+            assert_same(await load(backend, sizes(blocks)), blocks)
 
     async def test_records_come_back_as_they_were(self, tmp_path: pathlib.Path) -> None:
         blocks = make_blocks(6, BLOCK_BYTES)
@@ -139,7 +140,7 @@ class AnswerPromises(ContractBase):
         present = {key: data for key, data in blocks.items() if key != absent}
         async with self.opened(tmp_path) as backend:
             await save(backend, present)
-            assert await load(backend, sizes(blocks)) == {**blocks, absent: Outcome.MISSING}
+            assert_same(await load(backend, sizes(blocks)), {**blocks, absent: Outcome.MISSING})
             assert await contained(backend, list(blocks)) == [key != absent for key in blocks]
 
     async def test_a_key_never_written_is_missing_and_its_buffer_untouched(
@@ -159,7 +160,7 @@ class AnswerPromises(ContractBase):
         async with self.opened(tmp_path) as backend:
             await save(backend, first)
             assert set((await save(backend, again)).values()) == {Outcome.DONE}
-            assert await load(backend, sizes(again)) == {**again, **first}
+            assert_same(await load(backend, sizes(again)), {**again, **first})
             assert (await backend.usage()).blocks == len(again)
 
     async def test_two_writes_of_one_key_at_once_both_succeed(self, tmp_path: pathlib.Path) -> None:
@@ -167,7 +168,7 @@ class AnswerPromises(ContractBase):
         async with self.opened(tmp_path) as backend:
             answers = await asyncio.gather(*(save(backend, blocks) for _ in range(4)))
             assert all(set(a.values()) == {Outcome.DONE} for a in answers)
-            assert await load(backend, sizes(blocks)) == blocks
+            assert_same(await load(backend, sizes(blocks)), blocks)
             usage = await backend.usage()
             assert (usage.blocks, usage.payload_bytes) == (8, sum(sizes(blocks).values()))
 
@@ -192,7 +193,7 @@ class AnswerPromises(ContractBase):
         async with self.opened(tmp_path) as backend:
             await save(backend, blocks)
             await backend.delete(Keys.of([gone, make_key(999)]))
-            assert await load(backend, sizes(blocks)) == {**blocks, gone: Outcome.MISSING}
+            assert_same(await load(backend, sizes(blocks)), {**blocks, gone: Outcome.MISSING})
             await save(backend, {gone: anew[gone]})
             assert (await load(backend, sizes(blocks)))[gone] == anew[gone]
 
@@ -209,7 +210,7 @@ class AnswerPromises(ContractBase):
     async def test_an_empty_batch_is_fine_everywhere(self, tmp_path: pathlib.Path) -> None:
         async with self.opened(tmp_path) as backend:
             assert await save(backend, {}) == {}
-            assert await load(backend, {}) == {}
+            assert_same(await load(backend, {}), {})
             assert await contained(backend, []) == []
             await backend.delete(Keys.of([]))
             assert await scanned(backend) == []
@@ -269,9 +270,10 @@ class LifetimePromises(ContractBase):
             assert await contained(b, list(mine)) == [False] * 4
             assert set((await load(b, sizes(mine))).values()) == {Outcome.MISSING}
             await save(b, theirs)
-            assert (await load(a, sizes(mine)), await load(b, sizes(mine))) == (mine, theirs)
+            assert_same(await load(a, sizes(mine)), mine)
+            assert_same(await load(b, sizes(mine)), theirs)
             await b.clear()
-            assert await load(a, sizes(mine)) == mine
+            assert_same(await load(a, sizes(mine)), mine)
             assert await scanned(b) == []
 
     async def test_what_was_written_is_there_after_a_reopen_or_not_at_all(
@@ -286,7 +288,7 @@ class LifetimePromises(ContractBase):
         kept = {k: v for k, v in blocks.items() if k != deleted and self.survives_reopen}
         async with self.opened(tmp_path) as backend:
             found = await load(backend, sizes(blocks))
-            assert {k: v for k, v in found.items() if v is not Outcome.MISSING} == kept
+            assert_same({k: v for k, v in found.items() if v is not Outcome.MISSING}, kept)
             assert await scanned(backend) == sorted(kept)
             after = await backend.usage()
             assert after.blocks == len(kept)
@@ -304,7 +306,7 @@ class LifetimePromises(ContractBase):
             assert await contained(backend, list(old)) == [False] * 6
             assert (await backend.usage()).blocks == 0
             await save(backend, new)
-            assert await load(backend, sizes(new)) == new
+            assert_same(await load(backend, sizes(new)), new)
         async with self.opened(tmp_path) as backend:
             assert set((await load(backend, sizes(old))).values()) == {Outcome.MISSING}
             assert await scanned(backend) == (sorted(new) if self.survives_reopen else [])
@@ -331,7 +333,7 @@ class LifetimePromises(ContractBase):
             with pytest.raises(StoreBusyError):
                 await second.open(make_context(BLOCK_BYTES))
             await second.close()  # after a failed open
-            assert await load(owner, sizes(blocks)) == blocks
+            assert_same(await load(owner, sizes(blocks)), blocks)
         async with self.opened(tmp_path) as backend:
             assert len(await scanned(backend)) == 2
 
@@ -340,4 +342,4 @@ class LifetimePromises(ContractBase):
         blocks = make_blocks(3, [nbytes])
         async with self.opened(tmp_path, block_bytes=[nbytes]) as backend:
             await save(backend, blocks)
-            assert await load(backend, sizes(blocks)) == blocks
+            assert_same(await load(backend, sizes(blocks)), blocks)
