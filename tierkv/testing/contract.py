@@ -176,6 +176,21 @@ class CancellationPromises(ContractBase):
                 await jobs.take_back_and_watch(batch)
             assert_same(await load(backend, sizes(blocks)), blocks)
 
+    @pytest.mark.parametrize("job", JOBS)
+    async def test_a_cancelled_open_holds_nothing_once_closed(
+        self, tmp_path: pathlib.Path, job: int
+    ) -> None:
+        blocks = make_blocks(6, BLOCK_BYTES)
+        async with self.opened(tmp_path) as backend:
+            await save(backend, blocks)
+        with ThreadJobs(hold_from=job) as jobs:
+            backend = self.make_backend(tmp_path)
+            await cancelled_at_job(jobs, backend.open(make_context(BLOCK_BYTES)))
+            jobs.release()
+            await backend.close()
+        async with self.opened(tmp_path) as backend:
+            assert await scanned(backend) == (sorted(blocks) if self.survives_reopen else [])
+
     @pytest.mark.parametrize("turns", STEPS)
     async def test_a_cancelled_write_is_whole_or_a_miss(
         self, tmp_path: pathlib.Path, turns: int

@@ -157,11 +157,13 @@ class FileBackend(Backend):
         """Wait for the threads, then give the lock back."""
         pool, self._pool = self._pool, None
         directory, self._directory = self._directory, None
-        if pool is not None:
-            await finish(asyncio.to_thread(pool.shutdown))
-        if directory is not None:
-            await finish(asyncio.to_thread(directory.release_sync))
-        self._forget_all()
+        try:
+            if pool is not None:
+                await finish(asyncio.to_thread(pool.shutdown))
+        finally:  # cancelled or not
+            if directory is not None:
+                await finish(asyncio.to_thread(directory.release_sync))
+            self._forget_all()
 
     def _forget_all(self) -> None:
         self._physical_bytes -= sum(on_disk(block.nbytes) for block in self._blocks.values())

@@ -56,11 +56,12 @@ class SqliteBackend(Backend):
         """One database per owner; SQLite's own lock keeps it to one."""
         name = f"{context.namespace.hex()}-{context.rank}-{context.data_parallel_rank}.db"
         self._thread = ThreadPoolExecutor(1, "tierkv-sqlite")
-        opening = asyncio.get_running_loop().run_in_executor(
-            self._thread, _open_sync, self._directory / name
-        )
+
+        def connect() -> None:  # keeps it where `close` finds it, should `open` be cancelled
+            self._db = _open_sync(self._directory / name)
+
         try:
-            self._db = await finish(opening)
+            await finish(asyncio.get_running_loop().run_in_executor(self._thread, connect))
         except sqlite3.OperationalError as exc:
             error = StoreBusyError if "locked" in str(exc) else StoreUnusableError
             raise error(f"sqlite tier {self._directory / name}: {exc}") from exc
