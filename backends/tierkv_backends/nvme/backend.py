@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,12 @@ costs nothing and a cancelled write ends soon."""
 SPLIT_BYTES: Final = 512 << 10
 """Reads of less than this stay in one thread: a trip costs as much as reading 64 KiB."""
 
+CONTROL_THREADS: Final = 2
+"""Threads for what moves no blocks, so that hanging reads and writes do not stand in its way."""
+
+CLOSE_WAIT_S: Final = 5.0
+"""How long `close` waits for a write under way. A disk that works ends one in milliseconds."""
+
 SCAN_KEYS: Final = 1 << 16
 
 
@@ -77,6 +84,7 @@ class NvmeBackend(Backend):
         self._options = options
         self._counters = Counters()
         self._pool: ThreadPoolExecutor | None = None
+        self._control: ThreadPoolExecutor | None = None
         self._opened: Store | None = None
         self._table = Table()
         self._space: Space | None = None
@@ -98,6 +106,7 @@ class NvmeBackend(Backend):
         if self._opened is not None:
             raise StoreError(f"nvme store {self._options.root} is open already")
         self._pool = ThreadPoolExecutor(self._options.threads, "tierkv-nvme")
+        self._control = ThreadPoolExecutor(CONTROL_THREADS, "tierkv-nvme-control")
         try:
             await finish(self._take_over(context))
         except BaseException:
@@ -113,29 +122,51 @@ class NvmeBackend(Backend):
         self._space.sequence = recovered.sequence
 
     async def close(self) -> None:
-        """Leave a snapshot behind and give everything back."""
+        """Leave a snapshot behind and give everything back.
+
+        A write that hangs is waited for `CLOSE_WAIT_S`; after that there is no snapshot, and the
+        directory stays locked until the process ends, since that thread may still write to it.
+        """
         await finish(self._close())
 
     async def _close(self) -> None:
-        if self._space is not None:
-            await self._space.close()
-        async with self._lane:
-            store, self._opened = self._opened, None
-            space, self._space = self._space, None
-            if store is not None:
-                if space is not None:
-                    await self._run(store.save_snapshot_sync, self._snapshot(store, space))
-                await self._run(store.close_sync)
-            pool, self._pool = self._pool, None
+        store, space = self._opened, self._space
+        self._opened = self._space = None
+        if space is not None:
+            await space.close(CLOSE_WAIT_S)
+        idle = await self._lane_is_idle()
+        if store is not None:
+            if idle and space is not None:
+                await self._run(store.save_snapshot_sync, self._snapshot(store, space))
+            await self._run(store.close_sync, idle)
+        for pool in (self._pool, self._control):
             if pool is not None:
                 pool.shutdown(wait=False)
+        self._pool = self._control = None
         self._table = Table()
 
+    async def _lane_is_idle(self) -> bool:
+        try:
+            async with asyncio.timeout(CLOSE_WAIT_S), self._lane:
+                return True
+        except TimeoutError:
+            log.warning("nvme store %s: a write hangs; closing without it", self._options.root)
+            return False
+
     def _run(self, function: Callable[..., _T], *arguments: object) -> asyncio.Future[_T]:
-        """Run a blocking function in the pool. Wrap it in `finish` where it has buffers."""
-        if self._pool is None:
+        """Run a blocking function that moves no blocks, where no hanging disk I/O is in its way."""
+        return self._submit(self._control, function, *arguments)
+
+    def _transfer(self, function: Callable[..., _T], *arguments: object) -> asyncio.Future[_T]:
+        """Run a blocking function that works in a batch's buffers. Wrap it in `finish`."""
+        return self._submit(self._pool, function, *arguments)
+
+    def _submit(
+        self, pool: ThreadPoolExecutor | None, function: Callable[..., _T], *arguments: object
+    ) -> asyncio.Future[_T]:
+        if pool is None:
             raise StoreError(f"nvme store {self._options.root} is closed")
-        return asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        return asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
     def _live(self) -> tuple[Store, Space]:
         if self._opened is None or self._space is None:
@@ -261,7 +292,9 @@ class NvmeBackend(Backend):
             extents=extents,
         )
         direct = store.direct(segment) and self._aligned(store, batch)
-        written: Written = await self._run(self._write_sync, store, run, batch, direct)
+        written: Written = await self._transfer(self._write_sync, store, run, batch, direct)
+        if self._opened is not store:  # it hung, and we were closed: the next open finds it
+            return Written(link=0, error=OSError(errno.ESHUTDOWN, "closed while it hung"))
         for extent, (hashes, rows) in zip(extents, written.blocks, strict=False):
             self._table.publish(segment, hashes, rows)
             segment.end = extent.start + extent.nbytes
@@ -316,7 +349,8 @@ class NvmeBackend(Backend):
             return outcomes
         for (segment, part), result in zip(parts, done, strict=True):
             outcomes[part.rows] = result.outcomes
-            await self._note(space, batch, segment, part, result)
+            if self._opened is store:
+                await self._note(space, batch, segment, part, result)
         return outcomes
 
     def _part(
@@ -354,7 +388,7 @@ class NvmeBackend(Backend):
             return []
         aligned = self._aligned(store, batch)
         jobs = [
-            self._run(self._read_sync, store, part, batch, aligned and store.direct(segment))
+            self._transfer(self._read_sync, store, part, batch, aligned and store.direct(segment))
             for segment, part in parts
         ]
         await asyncio.wait(jobs)  # all of them, before anyone's buffer is given back

@@ -118,11 +118,11 @@ class Space:
                 segment.state = State.SPARE
                 self.spares.append(segment)
 
-    async def close(self) -> None:
+    async def close(self, wait_s: float) -> None:
         """Stop giving up segments; one that was not agreed on stays as it is."""
         if self._refill is not None:
             self._refill.cancel()
-            await asyncio.wait([self._refill])
+            await asyncio.wait([self._refill], timeout=wait_s)
 
     async def _next(self) -> bool:
         """Whether there is a spare at the end."""

@@ -164,10 +164,11 @@ class Store:
             log.warning("nvme: no snapshot of %s: %s", self.directory, exc)
             (self.directory / SNAPSHOT_NAME).unlink(missing_ok=True)
 
-    def close_sync(self) -> None:
-        """Close descriptors and give the lock back."""
+    def close_sync(self, unlock: bool) -> None:
+        """Close descriptors and give the lock back; without `unlock` it ends with the process."""
         self.files.close_sync()
-        os.close(self.lock_fd)
+        if unlock:
+            os.close(self.lock_fd)
 
 
 def open_sync(options: Options, context: BackendContext) -> tuple[Store, Recovered]:

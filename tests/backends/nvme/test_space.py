@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tierkv.blocks import Keys, Outcome
+from tierkv.errors import StoreBusyError
 from tierkv.testing import Key, empty_batch, load, make_blocks, save, sizes
 from tierkv_backends.nvme import NvmeBackend
 from tierkv_backends.nvme import space as space_module
@@ -62,6 +63,7 @@ class Handshake:
 
 
 @pytest.mark.every_loop
+@pytest.mark.usefixtures("blockbuster")
 async def test_the_quota_holds_while_ten_times_as_much_is_written(
     tmp_path: Path, opened: Opened
 ) -> None:
@@ -212,6 +214,58 @@ async def test_a_cancelled_read_ends_only_when_its_thread_is_done(
         with pytest.raises(asyncio.CancelledError):
             await reading
         assert bytes(batch.payload(0)) == next(iter(blocks.values()))
+
+
+class HeldWrites:
+    """Payloads stop right before the system call until `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        pwritev = os.pwritev
+
+        def held(fd: int, buffers: Any, offset: int) -> int:
+            if len(buffers) > 1:
+                self.entered.set()
+                assert self.go.wait(60)
+            return pwritev(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "pwritev", held)
+
+
+async def test_a_write_begun_before_a_clear_never_appears_after_it(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as backend:
+        hold = HeldWrites(monkeypatch)
+        under_way = asyncio.create_task(save(backend, full_segment(0)))
+        await asyncio.to_thread(hold.entered.wait)
+        waiting = asyncio.create_task(save(backend, full_segment(1)))
+        await asyncio.sleep(0)
+        clearing = asyncio.create_task(backend.clear())
+        await asyncio.sleep(0)
+        hold.go.set()
+        await clearing
+        await under_way
+        await waiting
+        assert [keys async for keys in backend.scan()] == []
+        late = await save(backend, full_segment(2))
+        assert set(late.values()) == {Outcome.DONE}
+
+
+async def test_close_does_not_wait_for_a_write_that_hangs_and_keeps_the_lock(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv_backends.nvme.backend.CLOSE_WAIT_S", 0.01)
+    async with opened(tmp_path, "capacity=2MiB&segment=64KiB&threads=1") as backend:
+        hold = HeldWrites(monkeypatch)
+        hanging = asyncio.create_task(save(backend, full_segment(0)))
+        await asyncio.to_thread(hold.entered.wait)
+    assert not hanging.done()
+    with pytest.raises(StoreBusyError):
+        async with opened(tmp_path):
+            pass
+    hold.go.set()
+    assert set((await hanging).values()) == {Outcome.FAILED}
 
 
 async def test_closing_while_an_agreement_is_out_loses_nothing(
