@@ -25,6 +25,12 @@ def fill(model: str, store: Path) -> None:
         assert ours.counters["stored_bytes"] > 0
 
 
+def one_round_command(model: str, extra: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """How another process runs one round, and its environment."""
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{HERE}:{HERE / 'plugin'}"}
+    return [sys.executable, "-m", "one_round", model, json.dumps(extra)], environment
+
+
 def test_a_second_engine_loads_from_nvme_with_the_same_output(
     model: str, store: Path, references: References
 ) -> None:
@@ -57,9 +63,9 @@ def test_a_new_process_loads_from_nvme_with_the_same_output(
     model: str, store: Path, references: References
 ) -> None:
     fill(model, store)
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{HERE}:{HERE / 'plugin'}"}
+    command, environment = one_round_command(model, nvme(store))
     done = subprocess.run(
-        [sys.executable, "-m", "one_round", model, json.dumps(nvme(store))],
+        command,
         env=environment,
         capture_output=True,
         text=True,

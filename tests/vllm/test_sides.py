@@ -323,3 +323,11 @@ def test_reports_of_ranks_add_up_and_everything_survives_the_engines_serializer(
     both = pickle.loads(pickle.dumps(one.aggregate(two)))
     assert both.by_rank == {0: [("copied", 1)], 1: [("copied", 1)]}
     assert one.by_rank == {0: [("copied", 1)]}
+
+
+def test_null_entries_of_a_window_table_are_never_saved() -> None:
+    stub = Stub(full_spec(), window_spec())
+    made = request("a1", 100)
+    stub.compute(made, (ids(1, 7), [0, 0, 0, 0, *ids(31, 3)]))
+    saved = {made.block_hashes.index(name) for group, name in stub.storage.blocks if group == 1}
+    assert saved == {4, 5}
