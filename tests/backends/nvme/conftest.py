@@ -13,8 +13,8 @@ import pytest
 
 from tierkv.blocks import Outcome
 from tierkv.record import verify_sync
-from tierkv.registry import make_backend
 from tierkv.testing import Key, empty_batch, make_context
+from tierkv.urls import TierURL
 from tierkv_backends.nvme import NvmeBackend
 
 SMALL = "capacity=2MiB&segment=64KiB"
@@ -26,8 +26,7 @@ Opened = Callable[..., AbstractAsyncContextManager[NvmeBackend]]
 async def _opened(
     root: Path, options: str = SMALL, *, block_bytes: tuple[int, ...] = (4096,), **context: Any
 ) -> AsyncIterator[NvmeBackend]:
-    backend = make_backend(f"nvme://{root}?{options}")
-    assert isinstance(backend, NvmeBackend)
+    backend = NvmeBackend.from_url(TierURL.parse(f"nvme://{root}?{options}"))
     await backend.open(make_context(block_bytes, **context))
     try:
         yield backend
