@@ -6,7 +6,8 @@ else writes here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -113,6 +114,12 @@ class Books:
         """Add rows to the counters `<what>_blocks` and `<what>_bytes`."""
         self.counters[f"{what}_blocks"] += len(rows)
         self.counters[f"{what}_bytes"] += self.payload_bytes(rows)
+
+    def count_skipped(self, blocks_by_group: Sequence[int]) -> None:
+        """Add blocks that no hit can reach, one number a group, to the counters."""
+        nbytes = self.layout.block_bytes
+        self.counters["skipped_blocks"] += sum(blocks_by_group)
+        self.counters["skipped_bytes"] += sum(map(operator.mul, blocks_by_group, nbytes))
 
     def freed(self, rows: Rows) -> None:
         """Leases ended or residency went: give back rows that nothing refers to."""

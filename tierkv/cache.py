@@ -392,7 +392,7 @@ class Cache:
                     port.submit(move)
                     blocks += len(move)
                     nbytes += int(np.array(self.layout.block_bytes)[move.keys.groups].sum())
-                if not self._ledger.has_declined(owner) or not self._ledger.moves_in_flight:
+                if not self._ledger.declined_blocks(owner) or not self._ledger.moves_in_flight:
                     break
                 await self._change()
         finally:

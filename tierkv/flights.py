@@ -146,8 +146,12 @@ class Flights:
         books.count("loaded", rows[~flight.bad])
 
     def _lose(self, rows: Rows) -> None:
-        """Some rank has lost these blocks: nobody may be promised them from the tier."""
+        """Some rank has lost these blocks: nobody may be promised them from the tier.
+
+        Rows that were rotated away are left alone: their keys may name newer blocks by now.
+        """
         books = self._books
+        rows = rows[[books.index.is_known(r) for r in rows.tolist()]]
         books.index.tier[rows] = Tier.ABSENT
         books.counters["lost_blocks"] += len(rows)
         if books.ranks > 1:

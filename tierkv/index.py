@@ -8,7 +8,7 @@ cost about 155 bytes each with the key (bench/index.py).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -70,7 +70,7 @@ class Index:
     tier_leases: NDArray[np.int32]
     """How many of those read the storage tier."""
     depth: NDArray[np.int32]
-    """Position of the block in its prompt, in blocks of its group: ends of prefixes go first."""
+    """Where the block ends in its prompt, in tokens: ends of prompts go first."""
     tick: NDArray[np.int64]
     """The ledger's clock at the last use."""
     offset: NDArray[np.int64]
@@ -106,6 +106,20 @@ class Index:
         self.group[row] = group
         self.depth[row] = depth
         return row
+
+    def add_many(self, groups: NDArray[np.uint16], names: Sequence[bytes]) -> Rows:
+        """New rows for n keys that have none, one hash in `names` for each."""
+        while len(self._free) < len(names):
+            self._grow()
+        first = len(self._free) - len(names)
+        rows, self._free[first:] = self._free[first:], []
+        tables, hashes = self._row_of, self._hash
+        for group, name, row in zip(groups.tolist(), names, rows, strict=True):
+            tables[group][name] = row
+            hashes[row] = name
+        made = np.array(rows, np.int64)
+        self.group[made] = groups
+        return made
 
     def add_all(self, keys: Keys) -> Rows:
         """Rows of all keys, made where there were none."""

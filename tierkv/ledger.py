@@ -11,11 +11,13 @@ largest.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierkv import planner, policy
 from tierkv.blocks import (
@@ -33,9 +35,9 @@ from tierkv.blocks import (
 from tierkv.books import Agree, Books, Command, Rotate, Submit
 from tierkv.flights import Flights
 from tierkv.holdings import Holdings
-from tierkv.index import Pinned, Tier
+from tierkv.index import Pinned, Rows, Tier
 from tierkv.layout import Layout
-from tierkv.planner import BlockTables, HitPlan, SaveProgress
+from tierkv.planner import BlockTables, Chosen, HitPlan, SavePlan, SaveProgress
 from tierkv.reach import Policy
 
 __all__ = ["Agree", "Command", "Hit", "Ledger", "Rotate", "Submit"]
@@ -74,6 +76,9 @@ class _Request:
     pending_since: float | None = None
     progress: SaveProgress = field(default_factory=SaveProgress)
     declined_at: int = -1
+    rows: Rows = field(default_factory=lambda: np.empty(0, np.int64))
+    """Of the blocks that its saves have made or met. A row may have passed to another block since:
+    that one then counts as used, no more."""
 
 
 class Ledger:
@@ -106,6 +111,7 @@ class Ledger:
         self._flights = Flights(self._books)
         self._holdings = Holdings(self._books)
         self._requests: dict[str, _Request] = {}
+        self._block_tokens = np.array([g.block_tokens for g in layout.groups], np.int64)
         self._budget = int(arena_bytes * (1.0 - reserve))
         self._promise_s, self._pending_s = promise_s, pending_s
 
@@ -193,7 +199,7 @@ class Ledger:
         """
         request = self._requests.setdefault(owner, _Request())
         books = self._books
-        retry = bool(request.progress.declined) and request.declined_at != books.capacity_version
+        retry = len(request.progress.declined) > 0 and request.declined_at != books.capacity_version
         plan = planner.plan_save(
             books.index,
             self.layout,
@@ -207,11 +213,15 @@ class Ledger:
             retry=retry,
         )
         request.progress = plan.progress
-        books.touch(np.array(plan.kept_rows, np.int64))
-        for g, n in enumerate(plan.skipped_blocks):
-            books.counters["skipped_blocks"] += n
-            books.counters["skipped_bytes"] += n * self.layout.groups[g].block_bytes
-        return self._save(request, hashes, plan.wanted, block_ids) if plan.wanted else None
+        request.rows = np.append(request.rows, plan.kept_rows)
+        if any(plan.skipped_blocks):
+            books.count_skipped(plan.skipped_blocks)
+        move = self._save(request, plan, block_ids) if len(plan.wanted) else None
+        if len(plan.kept_rows) or move is not None:
+            # All of the prompt at once: were its first steps' blocks older than its last ones',
+            # they would be evicted first, and nothing can be read without them.
+            books.touch(request.rows)
+        return move
 
     def release(self, owner: str) -> None:
         """The request is gone. Its promise ends; its moves in flight go on."""
@@ -229,6 +239,7 @@ class Ledger:
         for request in self._requests.values():
             self._take_back(request)
             request.progress = SaveProgress()
+            request.rows = request.rows[:0]
         for row in books.index.live().tolist():
             books.index.forget(row)
             books.index.tier[row] = Tier.ABSENT
@@ -300,10 +311,10 @@ class Ledger:
         """Blocks that are pinned but neither in the tier nor on their way there."""
         return len(policy.unstored(self._books.index))
 
-    def has_declined(self, owner: str) -> bool:
-        """Whether blocks of the owner's saves found no room and wait for some."""
+    def declined_blocks(self, owner: str) -> int:
+        """How many blocks of the owner's saves found no room and wait for some."""
         request = self._requests.get(owner)
-        return request is not None and bool(request.progress.declined)
+        return 0 if request is None else len(request.progress.declined)
 
     @property
     def epoch(self) -> int:
@@ -368,6 +379,7 @@ class Ledger:
         index.pinned[incoming] = Pinned.FILLING
         index.tier_leases[incoming] += 1
         self._flights.load_bytes += need
+        index.depth[rows] = self._ends(plan)
         books.touch(rows)
         expires = books.clock() + self._promise_s
         request.promise = _Promise(plan, local_tokens, expires)
@@ -406,54 +418,57 @@ class Ledger:
     def _tier_tokens(self, plan: HitPlan, local_tokens: int) -> int:
         if not plan.from_tier.any():
             return 0
-        sizes = np.array([g.block_tokens for g in self.layout.groups], np.int64)
-        first = int((plan.blocks * sizes[plan.groups])[plan.from_tier].min())
+        first = int((plan.blocks * self._block_tokens[plan.groups])[plan.from_tier].min())
         return plan.tokens - max(first, local_tokens)
 
     # Saves --------------------------------------------------------------------------------
 
-    def _save(
-        self,
-        request: _Request,
-        hashes: Sequence[bytes],
-        wanted: tuple[tuple[int, int], ...],
-        block_ids: BlockTables,
-    ) -> Move | None:
-        """Claim slots for as many of `wanted` as fit and make the move."""
-        books, index, unit = self._books, self._books.index, self.layout.hash_block_tokens
-        sizes = [int(books.room.slot_table[g]) for g, _ in wanted]
+    def _save(self, request: _Request, plan: SavePlan, block_ids: BlockTables) -> Move | None:
+        """Claim slots for as many of the wanted blocks as fit and make the move."""
+        books, index, wanted = self._books, self._books.index, plan.wanted
+        sizes = books.room.slot_table[wanted.groups]
         room = self._budget - self._flights.save_bytes
         fit = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
-        offsets = books.room.claim(sizes[:fit])
-        taken, left = wanted[: len(offsets)], wanted[len(offsets) :]
-        if left:
-            self._decline(request, left)
-        if not taken:
+        # Its own beginning is not driven out for its end, unless the tier has it.
+        mine = request.rows[index.tier[request.rows] != Tier.RESIDENT]
+        index.leases[mine] += 1
+        offsets = books.room.claim(sizes[:fit].tolist())
+        index.leases[mine] -= 1
+        count = len(offsets)
+        if count < len(wanted):
+            self._decline(request, wanted.take(slice(count, None)))
+        if not count:
             return None
-        rows = np.empty(len(taken), np.int64)
-        for n, (g, i) in enumerate(taken):
-            block_hash = hashes[(i + 1) * self.layout.groups[g].block_tokens // unit - 1]
-            row = index.find(g, block_hash)
-            rows[n] = row if row >= 0 else index.add(g, block_hash, depth=i)
+        taken, rows = wanted.take(slice(count)), plan.rows[:count]
+        new = rows < 0
+        names = list(itertools.compress(plan.names, new.tolist()))
+        rows[new] = index.add_many(taken.groups[new], names)
+        index.depth[rows] = self._ends(taken)
         index.offset[rows] = offsets
         index.pinned[rows] = Pinned.FILLING
         index.tier[rows] = Tier.WRITING
         index.leases[rows] += 1
-        books.touch(rows)
+        request.rows = np.append(request.rows, rows)
+        pairs = zip(taken.groups.tolist(), taken.blocks.tolist(), strict=True)
         move = planned_move(
             books.new_id(),
             MoveKind.SAVE,
             index.keys_of(rows),
             offsets=np.array(offsets, np.int64),
-            block_ids=np.array([block_ids[g][i] for g, i in taken], np.int32),
+            block_ids=np.array([block_ids[g][i] for g, i in pairs], np.int32),
             epoch=books.epoch,
         )
         self._flights.start(move, rows, copies=True)
         books.count("saved", rows)
         return move
 
-    def _decline(self, request: _Request, blocks: tuple[tuple[int, int], ...]) -> None:
+    def _ends(self, chosen: Chosen | HitPlan) -> NDArray[np.int64]:
+        """int64[n]: where these blocks end in their prompt, in tokens."""
+        ends: NDArray[np.int64] = (chosen.blocks + 1) * self._block_tokens[chosen.groups]
+        return ends
+
+    def _decline(self, request: _Request, blocks: Chosen) -> None:
         progress = request.progress
-        request.progress = replace(progress, declined=(*progress.declined, *blocks))
+        request.progress = replace(progress, declined=progress.declined + blocks)
         request.declined_at = self._books.capacity_version
         self._books.counters["declined_blocks"] += len(blocks)

@@ -6,8 +6,10 @@ a hit needs can therefore not disagree. `tierkv.ledger` acts on the plans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,10 @@ Blocks = NDArray[np.int64]
 """int64[n] of block indices: block i of a group covers tokens [i * block_tokens, …)."""
 
 _NO_BLOCKS: Blocks = np.empty(0, np.int64)
+
+# Python 3.11 takes 2 us to find a member of an enum.
+_ABSENT, _FILLING = int(Pinned.ABSENT), int(Pinned.FILLING)
+_WRITING, _RESIDENT = int(Tier.WRITING), int(Tier.RESIDENT)
 
 BlockTables = Sequence[Sequence[int | None]]
 """One table a group: `tables[group][block index]` is the engine's block id, or None: no page."""
@@ -44,35 +50,76 @@ class HitPlan:
     pending: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Some blocks of one prompt, as columns: uint16[n] of groups, int64[n] of block indices."""
+
+    groups: NDArray[np.uint16]
+    blocks: Blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def take(self, which: NDArray[Any] | slice) -> Chosen:
+        """Those at these positions, or where the mask is true."""
+        return Chosen(self.groups[which], self.blocks[which])
+
+    @classmethod
+    def of(cls, blocks_by_group: Iterable[Blocks]) -> Chosen:
+        """All blocks of a list with one entry a group."""
+        parts = list(blocks_by_group)
+        groups = np.repeat(np.arange(len(parts), dtype=np.uint16), [len(p) for p in parts])
+        return cls(groups, np.concatenate([_NO_BLOCKS, *parts]))
+
+    def __add__(self, other: Chosen) -> Chosen:
+        if not len(self) or not len(other):
+            return self if len(self) else other
+        return Chosen(
+            np.concatenate([self.groups, other.groups]),
+            np.concatenate([self.blocks, other.blocks]),
+        )
+
+
+NOTHING: Final = Chosen(np.empty(0, np.uint16), _NO_BLOCKS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SaveProgress:
     """How far the saves of one request have come; made new by every plan.
 
     planned_tokens: boundaries whose look-ahead ends here or below have been planned.
-    next_block: per group, blocks below were offered, or are kept already, or wait.
-    waiting: (group, block) of look-aheads that are planned but not computed yet.
-    declined: (group, block) that found no place, to be offered again.
+    next_block: per group, blocks below were offered, or are kept already, or wait. Empty: nothing
+        was planned yet.
+    end_tokens: how long the text was at the first plan: a prompt's end, however its answer grows.
+    junctions: where the prompt was found to leave what is known.
+    waiting: look-aheads that are planned but not computed yet.
+    declined: blocks that found no place, to be offered again.
     """
 
     planned_tokens: int = 0
     next_block: tuple[int, ...] = ()
-    waiting: tuple[tuple[int, int], ...] = ()
-    declined: tuple[tuple[int, int], ...] = ()
+    end_tokens: int = 0
+    junctions: tuple[int, ...] = ()
+    waiting: Chosen = NOTHING
+    declined: Chosen = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
     """Blocks worth saving now, beginnings of prompts first.
 
-    wanted: (group, block) not kept anywhere yet, whose pages exist.
+    wanted: blocks not kept anywhere yet, whose pages exist.
+    names, rows: for each of them its hash, and its row in the index or -1.
     kept_rows: rows the policy keeps that are there already: used now.
     skipped_blocks: reusable blocks newly completed that no hit can reach, so nobody stores them.
     """
 
-    wanted: tuple[tuple[int, int], ...]
-    kept_rows: tuple[int, ...]
+    wanted: Chosen
+    names: list[bytes]
+    rows: Rows
+    kept_rows: Rows
     progress: SaveProgress
-    skipped_blocks: tuple[int, ...] = field(default=())
+    skipped_blocks: tuple[int, ...]
 
 
 def plan_hit(
@@ -103,8 +150,8 @@ def plan_hit(
         np.repeat(np.array([g for g, _, _ in wanted], np.uint16), sizes),
         np.concatenate([_NO_BLOCKS, *(np.arange(*run[1:]) for run in wanted)]),
         rows,
-        state == Pinned.ABSENT,
-        bool((state == Pinned.FILLING).any()),
+        state == _ABSENT,
+        bool((state == _FILLING).any()),
     )
 
 
@@ -144,13 +191,11 @@ def plan_save(
     # A boundary is planned when it is computed if its look-ahead is known to come: by the time
     # that is computed too, the engine may have let the boundary's windows and states go.
     ready = max(upto, min(upto + reach.lookahead_tokens(layout), known_tokens))
-    tables = _Tables(index, layout, hashes, block_ids, (None, null_block_id))
-    next_block = list(progress.next_block or [0] * len(layout.groups))
-    candidates = list(progress.waiting)
-    if retry:
-        candidates.extend(progress.declined)
-    skipped = [0] * len(layout.groups)
-    if ready > progress.planned_tokens:
+    tables = _Tables(index, layout, Stock(index, layout, hashes), block_ids, null_block_id)
+    if not progress.next_block:
+        progress = tables.first_progress(policy, known_tokens)
+    next_block, fresh, skipped = progress.next_block, NOTHING, (0,) * len(layout.groups)
+    if reach.next_boundary(layout, progress.planned_tokens) <= ready:
         kept = reach.keep_between(
             layout,
             policy,
@@ -158,29 +203,39 @@ def plan_save(
             ready,
             known_tokens,
             tables.produced(progress.planned_tokens, ready),
+            junctions=progress.junctions,
+            end_tokens=progress.end_tokens,
         )
-        for g, ranges in enumerate(kept):
-            for first, end in ranges.tolist():
-                fresh = max(first, next_block[g])
-                if fresh >= end:
-                    continue
-                skipped[g] += fresh - next_block[g]
-                candidates.extend((g, i) for i in range(fresh, end))
-                next_block[g] = end
-    tokens = [g.block_tokens for g in layout.groups]
-    waiting = tuple((g, i) for g, i in candidates if (i + 1) * tokens[g] > upto)
-    wanted, present = tables.split([c for c in candidates if (c[1] + 1) * tokens[c[0]] <= upto])
-    return SavePlan(
-        tuple(wanted),
-        tuple(present),
-        SaveProgress(
-            max(ready, progress.planned_tokens),
-            tuple(next_block),
-            waiting,
-            () if retry else progress.declined,
-        ),
-        tuple(skipped),
+        news = [_from(ranges, start) for ranges, start in zip(kept, next_block, strict=True)]
+        fresh = Chosen.of(news)
+        ends = [int(n[-1]) + 1 if len(n) else b for n, b in zip(news, next_block, strict=True)]
+        skipped = tuple(e - b - len(n) for n, e, b in zip(news, ends, next_block, strict=True))
+        next_block = tuple(ends)
+    candidates = progress.waiting + (progress.declined if retry else NOTHING) + fresh
+    later = candidates
+    if len(candidates):
+        sizes = np.array([g.block_tokens for g in layout.groups], np.int64)
+        computed = (candidates.blocks + 1) * sizes[candidates.groups] <= upto
+        candidates, later = candidates.take(computed), candidates.take(~computed)
+    progress = replace(
+        progress,
+        planned_tokens=max(ready, progress.planned_tokens),
+        next_block=next_block,
+        waiting=later,
+        declined=NOTHING if retry else progress.declined,
     )
+    return tables.plan(candidates, progress, skipped)
+
+
+def _from(ranges: reach.Ranges, start: int) -> Blocks:
+    """The blocks of `ranges` that are not below `start`."""
+    if not len(ranges):
+        return _NO_BLOCKS
+    first = np.maximum(ranges[:, 0], start)
+    sizes = np.maximum(ranges[:, 1] - first, 0)
+    before = np.cumsum(sizes) - sizes
+    blocks: Blocks = np.arange(int(sizes.sum())) + np.repeat(first - before, sizes)
+    return blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,21 +244,36 @@ class _Tables:
 
     index: Index
     layout: Layout
-    hashes: Sequence[bytes]
+    stock: Stock
     block_ids: BlockTables
-    absent: tuple[int | None, int | None]
+    null_block_id: int | None
 
-    def kept(self, group: int, block: int) -> int:
-        """The row of a block that is kept or being kept, or -1."""
-        index, at = self.index, reach.block_hash_index(self.layout, group, block)
-        row = index.find(group, self.hashes[at]) if at < len(self.hashes) else -1
-        there = row >= 0 and (index.pinned[row] or index.tier[row] in (Tier.WRITING, Tier.RESIDENT))
-        return row if there else -1
+    def first_progress(self, policy: reach.Policy, known_tokens: int) -> SaveProgress:
+        """Where a prompt begins whose blocks were not offered yet."""
+        junction = 0
+        if policy.kind is not reach.PolicyKind.DENSE:
+            junction = reach.junction(self.layout, known_tokens, self.stock)
+        return SaveProgress(
+            next_block=(0,) * len(self.layout.groups),
+            end_tokens=known_tokens,
+            junctions=(junction,) if junction else (),
+        )
 
-    def has_page(self, group: int, block: int) -> bool:
-        """Whether the engine has a page for the block now."""
-        table = self.block_ids[group]
-        return block < len(table) and table[block] not in self.absent
+    def kept(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these rows (-1: none) are kept or being kept."""
+        index = self.index
+        tier = index.tier[rows]
+        there: NDArray[np.bool_] = index.pinned[rows] != _ABSENT
+        there |= (tier == _WRITING) | (tier == _RESIDENT)
+        return there & (rows >= 0)
+
+    def has_page(self, group: int, blocks: Blocks) -> NDArray[np.bool_]:
+        """Whether the engine has a page for each block now."""
+        table, null = self.block_ids[group], self.null_block_id
+        inside = blocks < len(table)
+        ids = [table[b] for b in blocks[inside].tolist()]
+        inside[inside] = [i is not None and i != null for i in ids]
+        return inside
 
     def produced(self, after: int, ready: int) -> list[int] | None:
         """Boundaries with a state in every recurrent group, look-ahead ending in `(after, ready]`.
@@ -211,34 +281,46 @@ class _Tables:
         None where the layout has no such group. Engines leave no page where they took no state;
         window blocks that lead up to there would be written for nobody.
         """
-        sizes = {
-            g: group.block_tokens
-            for g, group in enumerate(self.layout.groups)
-            if group.kind is GroupKind.RECURRENT
-        }
-        if not sizes:
+        if not reach.has_states(self.layout):
             return None
         step, ahead = self.layout.alignment_tokens, reach.lookahead_tokens(self.layout)
         first = max(0, after - ahead) // step + 1
-        return [
-            b
-            for b in range(first * step, max(0, ready - ahead) + 1, step)
-            if all(
-                self.has_page(g, b // n - 1) or self.kept(g, b // n - 1) >= 0
-                for g, n in sizes.items()
-            )
-        ]
+        at = np.arange(first, max(0, ready - ahead) // step + 1, dtype=np.int64) * step
+        for g, group in enumerate(self.layout.groups):
+            if group.kind is GroupKind.RECURRENT:
+                blocks = at // group.block_tokens - 1
+                rows = self.stock.rows_of(g, self.stock.names(g, blocks.tolist()))
+                at = at[self.kept(rows) | self.has_page(g, blocks)]
+        made: list[int] = at.tolist()
+        return made
 
-    def split(self, blocks: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[int]]:
-        """Blocks that need a copy, beginnings first, and the rows of those that do not."""
-        wanted: list[tuple[int, int]] = []
-        present: list[int] = []
-        for g, i in blocks:
-            row = self.kept(g, i)
-            if row >= 0:
-                present.append(row)
-            elif self.has_page(g, i):
-                wanted.append((g, i))
-        tokens = [g.block_tokens for g in self.layout.groups]
-        wanted.sort(key=lambda gi: (gi[1] + 1) * tokens[gi[0]])
-        return wanted, present
+    def plan(
+        self, candidates: Chosen, progress: SaveProgress, skipped: tuple[int, ...]
+    ) -> SavePlan:
+        """Which candidates need a copy, beginnings first, and which are kept already."""
+        names: list[bytes] = []
+        ends, rows, kept = [_NO_BLOCKS], [_NO_BLOCKS], [_NO_BLOCKS]
+        wanted = []
+        for g, group in enumerate(self.layout.groups):
+            blocks = candidates.blocks[candidates.groups == g] if len(candidates) else _NO_BLOCKS
+            if len(blocks):
+                named = self.stock.names(g, blocks.tolist())
+                found = self.stock.rows_of(g, named)
+                there = self.kept(found)
+                copied = ~there
+                copied[copied] = self.has_page(g, blocks[copied])
+                kept.append(found[there])
+                rows.append(found[copied])
+                names.extend(itertools.compress(named, copied.tolist()))
+                blocks = blocks[copied]
+                ends.append((blocks + 1) * group.block_tokens)
+            wanted.append(blocks)
+        order = np.argsort(np.concatenate(ends), kind="stable")
+        return SavePlan(
+            Chosen.of(wanted).take(order),
+            [names[i] for i in order.tolist()],
+            np.concatenate(rows)[order],
+            np.concatenate(kept),
+            progress,
+            skipped,
+        )

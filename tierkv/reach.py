@@ -363,9 +363,9 @@ def keep_between(
 
     Count as computed only tokens that are final: not the drafted ones that may be taken back.
     """
-    ahead, step = lookahead_tokens(layout), layout.alignment_tokens
-    if max(0, upto_tokens - ahead) // step <= max(0, after_tokens - ahead) // step:
-        return [_NO_RANGES] * len(layout.groups)  # most decode steps pass no boundary at all
+    if next_boundary(layout, after_tokens) > upto_tokens:
+        return [_NO_RANGES] * len(layout.groups)
+    ahead = lookahead_tokens(layout)
     at = boundaries(
         layout, policy, known_tokens, produced, junctions=junctions, end_tokens=end_tokens
     )
@@ -375,6 +375,12 @@ def keep_between(
     # `need` moves only forward with the boundary, so the last old one bounds them all.
     previous = int(old[-1]) if len(old) else 0
     return [_without_before(_union(row, new), row, previous) for row in _rows(layout)]
+
+
+def next_boundary(layout: Layout, after_tokens: int) -> int:
+    """Tokens to compute, look-ahead included, until a boundary beyond `after_tokens` is there."""
+    step, ahead = layout.alignment_tokens, lookahead_tokens(layout)
+    return (max(0, after_tokens - ahead) // step + 1) * step + ahead
 
 
 def _without_before(ranges: Ranges, row: _Row, previous: int) -> Ranges:
@@ -477,6 +483,17 @@ def known_prefix(
             run = view.first_missing(g, local_tokens // row.block_tokens, end)
             top = max(0, run - row.ahead_blocks) * row.block_tokens // step * step
     return top
+
+
+def junction(layout: Layout, known_tokens: int, view: View) -> int:
+    """The boundary at which a prompt leaves what is known; 0: it shares nothing, or nobody knows.
+
+    The beginning that prompts share is known by its full-attention blocks, which are kept up to
+    the last boundary whatever the policy. Without a full group nothing tells.
+    """
+    if not any(row.back_tokens == _EVERYTHING for row in _rows(layout)):
+        return 0
+    return known_prefix(layout, known_tokens, view)
 
 
 def _highest_with_tails(layout: Layout, top: int, local_tokens: int, view: View) -> int:

@@ -52,21 +52,21 @@ class Stock:
         self._step_units = layout.alignment_tokens // layout.hash_block_tokens
         self._finders = [index.finder(g) for g in range(len(layout.groups))]
 
-    def name(self, group: int, block: int) -> bytes:
-        """The hash that names a block of a group that is reused."""
-        return self._hashes[(block + 1) * self._units[group] - 1]
-
     def names(self, group: int, blocks: Iterable[int]) -> list[bytes]:
         """The hashes that name these blocks."""
         units, hashes = self._units[group], self._hashes
         return [hashes[(b + 1) * units - 1] for b in blocks]
+
+    def rows_of(self, group: int, names: Sequence[bytes]) -> Rows:
+        """Rows of the blocks with these names; -1 where a block has none."""
+        return np.fromiter(map(self._finders[group], names, repeat(-1)), np.int64, len(names))
 
     def rows(self, group: int, first: int, end: int) -> Rows:
         """Rows of the blocks `[first, end)`; -1 where a block has none."""
         units = self._units[group]
         names = self._hashes[(first + 1) * units - 1 : end * units : units]
         rows = np.full(end - first, -1, np.int64)
-        rows[: len(names)] = self._find(group, names)
+        rows[: len(names)] = self.rows_of(group, names)
         return rows
 
     def loadable(self, rows: Rows) -> NDArray[np.bool_]:
@@ -102,7 +102,7 @@ class Stock:
             ends = np.arange(start, top + 1)
             names = self._hashes[start * units - 1 : top * units : units]
             for group in groups:
-                rows = self._find(group, names)
+                rows = self.rows_of(group, names)
                 there = (rows >= 0) & self.loadable(rows)
                 if not there.all():
                     ends = ends[there]
@@ -113,9 +113,6 @@ class Stock:
                 return int(ends[-1]) * self._step
             top, size = start - 1, max(_FIRST_RUN, size * _GROWTH)
         return 0
-
-    def _find(self, group: int, names: Sequence[bytes]) -> Rows:
-        return np.fromiter(map(self._finders[group], names, repeat(-1)), np.int64, len(names))
 
     def _is_there(self, group: int, block: int) -> bool:
         at = (block + 1) * self._units[group] - 1

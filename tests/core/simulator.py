@@ -216,7 +216,7 @@ class Simulator:
                     self.answer(move, fault)
                 else:
                     self.waiting.append(move)
-            if not patient or not self.ledger.has_declined(owner):
+            if not patient or not self.ledger.declined_blocks(owner):
                 return
             self.answer_waiting()
         raise AssertionError("a step never found room for its blocks")
@@ -258,6 +258,12 @@ class Simulator:
                 if keys <= self.computed:
                     useful |= keys
         return useful
+
+    def keys_at(self, tokens: Sequence[int], boundary: int) -> set[Key]:
+        """The keys below `boundary` that a hit there needs."""
+        hashes = chain(list(tokens), self.layout.hash_block_tokens).hashes
+        needed = self.oracle.need(boundary) if boundary else frozenset()
+        return {self.key(hashes, b) for b in needed if self._end(b) <= boundary}
 
     def assert_settled(self) -> None:
         """Nothing is leased or in flight, and every slot is accounted for."""
