@@ -3,63 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import tierkv
-from tierkv import Group, GroupKind, Layout
-
-LAYOUT = Layout(
-    (
-        Group(name="full", kind=GroupKind.FULL, block_tokens=16, block_bytes=3 * 1000),
-        Group(
-            name="swa",
-            kind=GroupKind.SLIDING_WINDOW,
-            block_tokens=4,
-            window_tokens=8,
-            block_bytes=512,
-        ),
-        Group(name="state", kind=GroupKind.RECURRENT, block_tokens=16, block_bytes=2048),
-    )
-)
-PROMPT = list(range(70))
-NS = "model@rev1"
-
-Url = Callable[[], str]
-
-
-class Engine:
-    """Pages of a pretended engine: strided views into one storage, filled at random."""
-
-    def __init__(self, seed: int, blocks: int = 40) -> None:
-        rng = torch.Generator().manual_seed(seed)
-
-        def rand(*shape: int) -> torch.Tensor:
-            return torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng)
-
-        self.tensors = {
-            "full": [rand(blocks, 1200)[:, 100:1100] for _ in range(3)],  # padded pages
-            "swa": [rand(2, blocks, 256)[0], rand(blocks, 64, 8).transpose(1, 2)[:, :4]],
-            "state": [rand(blocks, 512).view(torch.float32), rand(blocks, 3, 512)],
-        }
-        self.pages = tierkv.Pages(LAYOUT, self.tensors)
-
-    def block(self, group: str, block_id: int) -> bytes:
-        return b"".join(
-            t[block_id].contiguous().view(torch.uint8).numpy().tobytes()
-            for t in self.tensors[group]
-        )
-
-
-def tables(shift: int = 0) -> dict[str, list[int | None]]:
-    return {
-        "full": [(i * 7 + shift) % 40 for i in range(4)],
-        "swa": [(i * 3 + shift) % 40 for i in range(17)],
-        "state": [(i * 5 + 1 + shift) % 40 for i in range(4)],
-    }
+from tests.cache.engine import PROMPT, Engine, assert_loaded, open_cache, tables
 
 
 @pytest.fixture(params=["memory", "file", "nvme"])
@@ -68,17 +17,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return "memory://?capacity=64MiB"
     extra = "&segment=1MiB" if request.param == "nvme" else ""
     return f"{request.param}://{tmp_path}/kv?capacity=64MiB{extra}"
-
-
-def open_cache(url: str, **options: object) -> tierkv.Cache:
-    options = {"pinned": "1MiB", "namespace": NS, **options}
-    return tierkv.open(url, layout=LAYOUT, **options)  # type: ignore[arg-type]
-
-
-def assert_loaded(ours: Engine, theirs: Engine, hit: tierkv.PrefixHit, a: dict, b: dict) -> None:
-    for name, blocks in hit.blocks.items():
-        for i in blocks:
-            assert ours.block(name, a[name][i]) == theirs.block(name, b[name][i]), (name, i)
 
 
 async def test_what_was_saved_comes_back_byte_for_byte(url: str) -> None:

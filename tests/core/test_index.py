@@ -98,7 +98,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def every_row_keeps_its_state(self) -> None:
         for row, state in self.rows.items():
-            assert tuple(self.index.keys_of(np.array([row])))[0] == state["key"]
+            assert next(iter(self.index.keys_of(np.array([row])))) == state["key"]
             for column in ("depth", "pinned", "tier", "leases"):
                 assert getattr(self.index, column)[row] == state[column]
             assert self.index.is_known(row) == (self.known.get(state["key"]) == row)
