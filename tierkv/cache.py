@@ -79,6 +79,7 @@ class Cache:
         self._arena: Arena | None = None
         self._port: LocalStorage | KeeperClient | None = None
         self._closing = False
+        self._closed: asyncio.Task[None] | None = None
         self._loads: dict[int, asyncio.Future[MoveDone]] = {}
         self._released_early: set[int] = set()
         self._confirmed_epoch = 0
@@ -107,7 +108,7 @@ class Cache:
         """
         if self._port is not None or self._closing:
             raise CacheClosedError("this cache was opened before; make a new one")
-        arena = Arena.create(self._config.arena_bytes)
+        arena = await self._create_arena()
         try:
             if self._isolation == "process":
                 self._port = await self._start_keeper(arena)
@@ -121,6 +122,15 @@ class Cache:
         self._port.on_event(self._pump)
         self._pump()
 
+    async def _create_arena(self) -> Arena:
+        loop = asyncio.get_running_loop()
+        making = loop.run_in_executor(None, Arena.create, self._config.arena_bytes)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_close_unwanted)
+            raise
+
     async def _start_keeper(self, arena: Arena) -> KeeperClient:
         loop = asyncio.get_running_loop()
         keeper = KeeperClient(self._config, arena)
@@ -132,24 +142,29 @@ class Cache:
         return keeper
 
     async def aclose(self, *, deadline_s: float = 30.0) -> None:
-        """Let saves end within `deadline_s`, then close the tiers. Safe to call twice."""
-        if self._closing:
-            return
-        self._closing = True
+        """Let saves end within `deadline_s`, then close the tiers. Safe to call twice.
+
+        If cancelled: it goes on by itself; call it again to wait for the end.
+        """
+        if self._closed is None:
+            self._closing = True
+            self._closed = asyncio.create_task(self._close(deadline_s))
+        await asyncio.shield(self._closed)
+
+    async def _close(self, deadline_s: float) -> None:
         self._changed.set()
         port = self._port
         if port is not None:
             port.on_event(None)
             if isinstance(port, KeeperClient):
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(None, lambda: port.close(deadline_s=deadline_s))
+                await asyncio.to_thread(port.close, deadline_s=deadline_s)
             else:
                 await port.aclose(deadline_s=deadline_s)
             self._pump()  # every move has ended: whoever waits for one learns it now
             await self._jobs.close()
             del self._jobs
         if self._arena is not None:
-            self._arena.close()
+            await asyncio.to_thread(self._arena.close)  # giving gigabytes back takes a while
 
     # The API --------------------------------------------------------------------------------
 
@@ -260,7 +275,8 @@ class Cache:
     async def flush(self, *, deadline_s: float = 30.0) -> Flushed:
         """Wait until what was saved before is readable after SIGKILL.
 
-        Blocks that the tier declined or failed are offered to it once more.
+        Blocks that the tier declined or failed are offered to it again, for as long as that stores
+        some of them.
 
         >>> await cache.flush(deadline_s=10)
         Flushed(unstored_blocks=0)
@@ -268,16 +284,12 @@ class Cache:
         Raises `DeadlineError` where that takes longer than `deadline_s`; saves go on then.
         """
         self._open_port()
-        if self._config.url and self._ledger.tier_is_up:
-            self._ledger.rewrite()
-            self._obey()
-        due = self._ledger.saves_in_flight()
         try:
             async with asyncio.timeout(deadline_s):
-                while due & self._ledger.saves_in_flight():
-                    await self._change()
+                while not await self._flush_once():
+                    pass
         except TimeoutError:
-            left = len(due & self._ledger.saves_in_flight())
+            left = len(self._ledger.saves_in_flight())
             raise DeadlineError(
                 f"flush: {left} moves are not stored after {deadline_s} s; they go on"
             ) from None
@@ -377,7 +389,7 @@ class Cache:
         try:
             while not job.abandoned:
                 port = self._open_port()
-                declined, skipped_before = count["declined_blocks"], count["skipped_blocks"]
+                skipped_before = count["skipped_blocks"]
                 move = self._ledger.begin_save(
                     owner,
                     hashes.hashes,
@@ -385,14 +397,14 @@ class Cache:
                     known_tokens=hashes.tokens,
                     block_ids=tables,
                 )
-                declined = count["declined_blocks"] - declined
                 skipped += count["skipped_blocks"] - skipped_before
                 if move is not None:
                     await self._gather(job, move, pages)
                     port.submit(move)
                     blocks += len(move)
                     nbytes += int(np.array(self.layout.block_bytes)[move.keys.groups].sum())
-                if not self._ledger.declined_blocks(owner) or not self._ledger.moves_in_flight:
+                declined = self._ledger.declined_blocks(owner)
+                if not declined or not self._ledger.moves_in_flight:
                     break
                 await self._change()
         finally:
@@ -412,6 +424,19 @@ class Cache:
                 self._wake()
         if not copied:
             raise CacheClosedError("the save was abandoned before its copy")
+
+    async def _flush_once(self) -> bool:
+        """Offer what is not stored and wait for all saves; whether trying again is of no use."""
+        ledger, offered = self._ledger, 0
+        before = ledger.unstored_blocks
+        if self._config.url and ledger.tier_is_up:
+            offered = ledger.rewrite()
+            self._obey()
+        due = ledger.saves_in_flight()
+        while due & ledger.saves_in_flight():
+            await self._change()
+        after = ledger.unstored_blocks
+        return after == 0 or (after >= before > 0 and (offered > 0 or not due))
 
     # News from the storage half -----------------------------------------------------------
 
@@ -494,3 +519,8 @@ class Cache:
                     f"but the table of {len(table)} entries has no page for one of them"
                 )
         return tables
+
+
+def _close_unwanted(making: asyncio.Future[Arena]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()

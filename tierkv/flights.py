@@ -56,6 +56,11 @@ class Flights:
         """Ids of saves that are not stored yet."""
         return {i for i, f in self._by_id.items() if f.open and f.move.kind is MoveKind.SAVE}
 
+    def unreleased_saves(self) -> Rows:
+        """Rows of saves that were answered though the tier may still be reading their slots."""
+        hung = [f for f in self._by_id.values() if f.move.kind is MoveKind.SAVE and not f.open]
+        return np.concatenate([np.empty(0, np.int64), *(f.rows for f in hung)])
+
     def start(self, move: Move, rows: Rows, *, copies: bool) -> None:
         """Every rank owes an answer, and with `copies` word of the device copy first.
 
