@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tierkv_backends.nvme import quota
 from tierkv_backends.nvme.lock import root_lock_sync
 from tierkv_backends.nvme.recovery import Found, Recovered, number_of
-from tierkv_backends.nvme.store import Store
+from tierkv_backends.nvme.store import Store, unusable
 from tierkv_backends.nvme.table import Segment, State, Table
 
 log = logging.getLogger(__name__)
@@ -17,21 +17,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Assembled:
-    """A table ready to serve. spares: blank segments. active: takes the next extent."""
+    """A table ready to serve.
+
+    spares: blank segments. active: takes the next extent. partial: a segment could not be read
+    this time; no snapshot must speak for it.
+    """
 
     table: Table = field(default_factory=Table)
     spares: deque[Segment] = field(default_factory=deque)
     active: Segment | None = None
+    partial: bool = False
 
 
 def assemble_sync(store: Store, recovered: Recovered) -> Assembled:
     """Put recovered blocks into a table, remove what is of no use, and shrink to the quota."""
     out = Assembled()
+    out.partial = bool(recovered.unreadable)
     for path in recovered.unreadable:
         out.table.highest = max(out.table.highest, number_of(path) or 0)
     for found in recovered.segments:
         _adopt_sync(store, out, found)
-    _shrink_sync(store, out)
+    with unusable(store.options.root):
+        _shrink_sync(store, out)
     unsealed = [s for s in out.table.segments.values() if s.state is State.ACTIVE]
     for segment in unsealed[:-1]:
         segment.state = State.SEALED  # without a footer: the next open walks it again

@@ -32,7 +32,7 @@ from tierkv_backends.nvme.counters import Counters
 from tierkv_backends.nvme.format import Snapshot, SnapshotSegment, largest_block
 from tierkv_backends.nvme.options import Options
 from tierkv_backends.nvme.space import Space
-from tierkv_backends.nvme.store import Store, open_sync
+from tierkv_backends.nvme.store import Store, open_sync, unusable
 from tierkv_backends.nvme.table import Segment, State, Table, by_segment
 from tierkv_backends.nvme.transfer import (
     Extent,
@@ -136,7 +136,7 @@ class NvmeBackend(Backend):
             await space.close(CLOSE_WAIT_S)
         idle = await self._lane_is_idle()
         if store is not None:
-            if idle and space is not None:
+            if idle and space is not None and not space.partial:
                 await self._run(store.save_snapshot_sync, self._snapshot(store, space))
             await self._run(store.close_sync, idle)
         for pool in (self._pool, self._control):
@@ -211,6 +211,7 @@ class NvmeBackend(Backend):
         if not self._unwritten(batch.keys).size:
             return outcomes
         async with self._lane:
+            space.begin()
             left = self._unwritten(batch.keys)
             self._counters.bytes_asked += int(batch.records["stored_bytes"][left].sum())
             left = self._declined_if_too_large(batch, left, outcomes)
@@ -458,7 +459,8 @@ class NvmeBackend(Backend):
         """Physical bytes are those of all segment files in the root, whoever's they are."""
         store, _ = self._live()
         mode = store.files.mode
-        physical = await self._run(quota.physical_bytes_sync, self._options.root)
+        with unusable(self._options.root):
+            physical = await self._run(quota.physical_bytes_sync, self._options.root)
         return Usage(
             blocks=len(self._table),
             payload_bytes=self._table.payload_bytes,

@@ -68,7 +68,7 @@ class Files:
                 entry = self._open.get((path, direct))
                 if entry is not None and entry.users == 0:
                     del self._open[path, direct]
-                    os.close(entry.fd)
+                    close_fd_sync(entry.fd)
 
     def refuse_direct(self, reason: str) -> None:
         """Direct I/O was promised and does not work: buffered from now on, said once."""
@@ -99,7 +99,18 @@ class Files:
                 break
             if entry.users == 0:
                 del self._open[key]
-                os.close(entry.fd)
+                close_fd_sync(entry.fd)
+
+
+def close_fd_sync(fd: int) -> None:
+    """Close a descriptor; an error is logged.
+
+    Linux has closed it all the same, and what does not verify later is a miss.
+    """
+    try:
+        os.close(fd)
+    except OSError as exc:
+        log.warning("nvme: closing a file: %s", exc)
 
 
 def write_all_sync(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -146,7 +157,7 @@ def read_exactly_sync(path: Path, parts: Sequence[tuple[int, int]]) -> list[byte
     try:
         return [os.pread(fd, nbytes, offset) for offset, nbytes in parts]
     finally:
-        os.close(fd)
+        close_fd_sync(fd)
 
 
 def as_aligned(data: bytes, alignment: int) -> memoryview:
@@ -175,4 +186,4 @@ def replace_sync(path: Path, data: bytes, *, durable: bool) -> None:
         try:
             os.fsync(fd)
         finally:
-            os.close(fd)
+            close_fd_sync(fd)

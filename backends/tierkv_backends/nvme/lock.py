@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tierkv.errors import StoreBusyError
+from tierkv_backends.nvme.files import close_fd_sync
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +32,10 @@ def try_lock_sync(path: Path) -> int | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(fd)
+        close_fd_sync(fd)
         return None
     except OSError:  # a file system without locks
-        os.close(fd)
+        close_fd_sync(fd)
         raise
     return fd
 
@@ -69,7 +70,7 @@ def is_owned_sync(directory: Path) -> bool:
     fd = try_lock_sync(path)
     if fd is None:
         return True
-    os.close(fd)
+    close_fd_sync(fd)
     return False
 
 
@@ -86,7 +87,7 @@ def root_lock_sync(root: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(fd)
+        close_fd_sync(fd)
 
 
 def _who() -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from tierkv.errors import CapacityError, StoreUnusableError
+from tierkv_backends.nvme.files import close_fd_sync
 from tierkv_backends.nvme.lock import LOCK_NAME, is_owned_sync
 from tierkv_backends.nvme.options import FREE_SHARE, Options
 
@@ -185,7 +186,7 @@ def _create_sync(path: Path, nbytes: int) -> bool:
     try:
         os.posix_fallocate(fd, 0, nbytes)
     finally:
-        os.close(fd)
+        close_fd_sync(fd)
     return True
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from tierkv_backends.nvme.files import read_exactly_sync
+from tierkv_backends.nvme.files import close_fd_sync, read_exactly_sync
 from tierkv_backends.nvme.format import (
     ENTRY_BYTES,
     EXTENT_FIXED,
@@ -219,7 +219,7 @@ def _take_chain_sync(found: Found, header: SegmentHeader) -> None:
             found.end, found.link = extent.start + extent.nbytes, link
             found.sequence = extent.sequence
     finally:
-        os.close(fd)
+        close_fd_sync(fd)
     found.hashes = b"".join(hashes)
     found.rows = np.concatenate(rows) if rows else found.rows
 

@@ -48,6 +48,7 @@ class Space:
     ) -> None:
         self.active = assembled.active
         self.spares: deque[Segment] = assembled.spares
+        self.partial = assembled.partial
         self.sequence = 0
         self._store = store
         self._table = assembled.table
@@ -57,7 +58,16 @@ class Space:
         self._refill: asyncio.Task[None] | None = None
         self._wait_until_s = 0.0
         self._idle = asyncio.Event()
+        self._fresh: set[int] = set()  # segments that the latest write wrote to
         self._full = False  # a write found that no segment can be made
+
+    def begin(self) -> None:
+        """A write begins: what the one before wrote may be given up from now on.
+
+        Without this a write larger than the spare room would give up its own first blocks, and
+        then say that they are done.
+        """
+        self._fresh.clear()
 
     async def room(self, nbytes: int) -> Segment | None:
         """The active segment, with room for a block of `nbytes` at least; None: no space.
@@ -66,6 +76,7 @@ class Space:
         """
         if self.active is not None:
             if self.active.room(1) >= single_extent_bytes(nbytes):
+                self._fresh.add(self.active.number)
                 return self.active
             await finish(self.seal())
         if not await self._next():
@@ -163,6 +174,7 @@ class Space:
         segment.root = segment.link = header.root
         segment.end, segment.state = PAGE, State.ACTIVE
         self._table.touch(segment)
+        self._fresh.add(segment.number)
         self.active = segment
 
     def _start_refill(self) -> asyncio.Task[None]:
@@ -182,7 +194,11 @@ class Space:
         if await finish(self._run(self._store.may_grow_sync)) and not self._full:
             return
         self._full = False
-        sealed = [s for s in self._table.segments.values() if s.state is State.SEALED]
+        sealed = [
+            s
+            for s in self._table.segments.values()
+            if s.state is State.SEALED and s.number not in self._fresh
+        ]
         if not sealed:
             return
         victim = min(sealed, key=lambda s: (s.live > 0, s.touched))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -16,7 +17,13 @@ from tierkv.backend import BackendContext
 from tierkv.errors import CapacityError, StoreUnusableError
 from tierkv_backends.nvme import quota
 from tierkv_backends.nvme.direct import DirectMode, probe_sync
-from tierkv_backends.nvme.files import Files, as_aligned, replace_sync, write_all_sync
+from tierkv_backends.nvme.files import (
+    Files,
+    as_aligned,
+    close_fd_sync,
+    replace_sync,
+    write_all_sync,
+)
 from tierkv_backends.nvme.format import (
     PAGE,
     SegmentHeader,
@@ -168,7 +175,7 @@ class Store:
         """Close descriptors and give the lock back; without `unlock` it ends with the process."""
         self.files.close_sync()
         if unlock:
-            os.close(self.lock_fd)
+            close_fd_sync(self.lock_fd)
 
 
 def open_sync(options: Options, context: BackendContext) -> tuple[Store, Recovered]:
@@ -177,7 +184,7 @@ def open_sync(options: Options, context: BackendContext) -> tuple[Store, Recover
     Raises `StoreError` or `ConfigError`, one line; nothing is held then.
     """
     check_block_bytes(options, context.block_bytes)
-    try:
+    with unusable(options.root):
         options.root.mkdir(parents=True, exist_ok=True)
         with root_lock_sync(options.root):
             capacity = quota.capacity_sync(options)
@@ -186,13 +193,18 @@ def open_sync(options: Options, context: BackendContext) -> tuple[Store, Recover
         try:
             return _open_owned_sync(options, context, directory, capacity, lock_fd)
         except BaseException:
-            os.close(lock_fd)
+            close_fd_sync(lock_fd)
             raise
+
+
+@contextmanager
+def unusable(root: Path) -> Iterator[None]:
+    """Foreign errors become `StoreUnusableError`, one line."""
+    try:
+        yield
     except OSError as exc:
-        raise StoreUnusableError(
-            f"nvme store {options.root}: {exc.strerror or exc}"
-            + (f" ({exc.filename})" if exc.filename else "")
-        ) from exc
+        where = f" ({exc.filename})" if exc.filename else ""
+        raise StoreUnusableError(f"nvme store {root}: {exc.strerror or exc}{where}") from exc
 
 
 def check_block_bytes(options: Options, block_bytes: tuple[int, ...]) -> None:

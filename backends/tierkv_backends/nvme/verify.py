@@ -14,6 +14,7 @@ from tierkv.backend import CorruptBlock, Verification
 from tierkv.blocks import Keys
 from tierkv.errors import StoreBusyError, StoreUnusableError
 from tierkv.record import blank, verify_sync
+from tierkv_backends.nvme.files import close_fd_sync
 from tierkv_backends.nvme.format import ROW_DTYPE
 from tierkv_backends.nvme.lock import own_sync
 from tierkv_backends.nvme.quota import directories_sync, segment_paths_sync
@@ -47,7 +48,7 @@ def verify_root_sync(root: Path, progress: Callable[[int, int], None]) -> Verifi
         raise StoreUnusableError(f"nvme store {root}: {exc.strerror} ({exc.filename})") from exc
     finally:
         for fd in locks:
-            os.close(fd)
+            close_fd_sync(fd)
     blocks = sum(len(found.rows) for _, found in segments)
     return Verification(blocks=blocks, payload_bytes=total, corrupt=tuple(corrupt))
 
@@ -102,7 +103,7 @@ def _check_sync(namespace: str, found: Found) -> Iterator[tuple[int, list[Corrup
                 ],
             )
     finally:
-        os.close(fd)
+        close_fd_sync(fd)
 
 
 def _read_sync(fd: int, offsets: list[int], sizes: list[int]) -> tuple[list[memoryview], list[str]]:
