@@ -14,7 +14,8 @@ Deciding (pure: no I/O, no await, so it runs inside an engine's scheduler)::
     reach       which blocks a hit needs, and so which are worth keeping: the heart
     hashing     token ids to a chain of block hashes
     namespace   a fingerprint of everything that decides what the bytes mean
-    index       where each block is; slots: where it lies in the arena
+    boundary    the policies by name: auto, dense, end, …
+    index       where each block is; stock: seen along one prompt; slots: where it lies in the arena
     policy      what to evict
     planner     what is known + what is asked = a plan
     ledger      acts on plans; with room, books, flights and holdings the only writer of residency

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,12 +34,13 @@ from tierkv.blocks import (
     planned_move,
 )
 from tierkv.books import Agree, Books, Command, Rotate, Submit
+from tierkv.errors import ConfigError
 from tierkv.flights import Flights
 from tierkv.holdings import Holdings
 from tierkv.index import Pinned, Rows, Tier
 from tierkv.layout import Layout
 from tierkv.planner import BlockTables, Chosen, HitPlan, SavePlan, SaveProgress
-from tierkv.reach import Policy
+from tierkv.reach import AUTO, Policy, PolicyKind
 
 __all__ = ["Agree", "Command", "Hit", "Ledger", "Rotate", "Submit"]
 
@@ -99,7 +101,7 @@ class Ledger:
         *,
         arena_bytes: int,
         ranks: int = 1,
-        boundary_policy: Policy | str = "dense",
+        boundary_policy: Policy | str = AUTO,
         reserve: float = 0.125,
         promise_s: float = 30.0,
         pending_s: float = 10.0,
@@ -107,10 +109,15 @@ class Ledger:
     ) -> None:
         self.layout = layout
         self.policy = Policy.parse(boundary_policy)
+        if self.policy.kind is PolicyKind.ENGINE:
+            raise ConfigError(
+                "policy 'engine' follows an engine; write another where there is none"
+            )
         self._books = Books(layout, arena_bytes=arena_bytes, ranks=ranks, clock=clock)
         self._flights = Flights(self._books)
         self._holdings = Holdings(self._books)
         self._requests: dict[str, _Request] = {}
+        self._promises: deque[tuple[_Request, _Promise]] = deque()
         self._block_tokens = np.array([g.block_tokens for g in layout.groups], np.int64)
         self._budget = int(arena_bytes * (1.0 - reserve))
         self._promise_s, self._pending_s = promise_s, pending_s
@@ -284,7 +291,7 @@ class Ledger:
         """
         books, index = self._books, self._books.index
         rows = policy.unstored(index)
-        rows = rows[index.leases[rows] == 0]
+        rows = rows[~np.isin(rows, self._flights.unreleased_saves())]
         room = self._budget - self._flights.save_bytes
         rows = rows[: int(np.searchsorted(np.cumsum(books.room.sizes(rows)), room, side="right"))]
         if rows.size:
@@ -383,6 +390,7 @@ class Ledger:
         books.touch(rows)
         expires = books.clock() + self._promise_s
         request.promise = _Promise(plan, local_tokens, expires)
+        self._promises.append((request, request.promise))
         return 1.0
 
     def _take_back(self, request: _Request) -> None:
@@ -399,11 +407,16 @@ class Ledger:
         self._holdings.answer_retirements()
 
     def _expire(self) -> None:
+        # All promises are good for equally long, so the oldest expires first.
         now = self._books.clock()
-        for request in self._requests.values():
-            if request.promise is not None and request.promise.expires < now:
+        while self._promises:
+            request, promise = self._promises[0]
+            if request.promise is promise:
+                if promise.expires >= now:
+                    return
                 self._take_back(request)
                 self._books.counters["promises_expired"] += 1
+            self._promises.popleft()
 
     def _pending(self, request: _Request, plan: HitPlan) -> Hit:
         now = self._books.clock()

@@ -11,7 +11,7 @@ from tierkv.cache import Cache
 from tierkv.errors import ConfigError
 from tierkv.layout import Layout
 from tierkv.namespace import Namespace
-from tierkv.reach import Policy
+from tierkv.reach import AUTO, Policy
 from tierkv.storage import StorageConfig
 from tierkv.urls import parse_size
 
@@ -22,7 +22,7 @@ def open(
     layout: Layout | Mapping[str, Any] | str | Path,
     namespace: Namespace | str,
     pinned: str | int = "1GiB",
-    policy: Policy | str = "dense",
+    policy: Policy | str = AUTO,
     isolation: Literal["thread", "process"] = "thread",
     rank: int = 0,
     data_parallel_rank: int = 0,
@@ -36,7 +36,7 @@ def open(
     namespace: everything that decides what the bytes mean: a `Namespace`, or ``model@revision``
         where you vouch for the rest. Caches with different namespaces never share a block.
     pinned: bytes of RAM for the arena.
-    policy: which boundaries are kept: ``dense``, ``end``, ``interval:4096``.
+    policy: which boundaries are kept: ``auto``, ``dense``, ``end``, ``interval:4096``.
     isolation: ``process`` runs the storage half in a keeper process, for programs whose Python
         threads are busy.
     rank, data_parallel_rank: which process of a parallel engine this is; each has its own store.

@@ -16,7 +16,7 @@ from tierkv.layout import Group, Layout
 def plan_prompt(
     layout: Layout,
     tokens: int,
-    policy: reach.Policy | str = reach.DENSE,
+    policy: reach.Policy | str = reach.AUTO,
     *,
     model: str | None = None,
     capacity_bytes: int | None = None,

@@ -92,6 +92,7 @@ class SaveProgress:
         was planned yet.
     end_tokens: how long the text was at the first plan: a prompt's end, however its answer grows.
     junctions: where the prompt was found to leave what is known.
+    last_state: the last boundary so far at which the engine took a recurrent state.
     waiting: look-aheads that are planned but not computed yet.
     declined: blocks that found no place, to be offered again.
     """
@@ -100,6 +101,7 @@ class SaveProgress:
     next_block: tuple[int, ...] = ()
     end_tokens: int = 0
     junctions: tuple[int, ...] = ()
+    last_state: int = 0
     waiting: Chosen = NOTHING
     declined: Chosen = NOTHING
 
@@ -194,36 +196,17 @@ def plan_save(
     tables = _Tables(index, layout, Stock(index, layout, hashes), block_ids, null_block_id)
     if not progress.next_block:
         progress = tables.first_progress(policy, known_tokens)
-    next_block, fresh, skipped = progress.next_block, NOTHING, (0,) * len(layout.groups)
+    candidates = progress.waiting + (progress.declined if retry else NOTHING)
+    skipped = (0,) * len(layout.groups)
     if reach.next_boundary(layout, progress.planned_tokens) <= ready:
-        kept = reach.keep_between(
-            layout,
-            policy,
-            progress.planned_tokens,
-            ready,
-            known_tokens,
-            tables.produced(progress.planned_tokens, ready),
-            junctions=progress.junctions,
-            end_tokens=progress.end_tokens,
-        )
-        news = [_from(ranges, start) for ranges, start in zip(kept, next_block, strict=True)]
-        fresh = Chosen.of(news)
-        ends = [int(n[-1]) + 1 if len(n) else b for n, b in zip(news, next_block, strict=True)]
-        skipped = tuple(e - b - len(n) for n, e, b in zip(news, ends, next_block, strict=True))
-        next_block = tuple(ends)
-    candidates = progress.waiting + (progress.declined if retry else NOTHING) + fresh
+        progress, fresh, skipped = tables.advance(policy, progress, ready, known_tokens)
+        candidates += fresh
     later = candidates
     if len(candidates):
         sizes = np.array([g.block_tokens for g in layout.groups], np.int64)
         computed = (candidates.blocks + 1) * sizes[candidates.groups] <= upto
         candidates, later = candidates.take(computed), candidates.take(~computed)
-    progress = replace(
-        progress,
-        planned_tokens=max(ready, progress.planned_tokens),
-        next_block=next_block,
-        waiting=later,
-        declined=NOTHING if retry else progress.declined,
-    )
+    progress = replace(progress, waiting=later, declined=NOTHING if retry else progress.declined)
     return tables.plan(candidates, progress, skipped)
 
 
@@ -259,6 +242,37 @@ class _Tables:
             junctions=(junction,) if junction else (),
         )
 
+    def advance(
+        self, policy: reach.Policy, progress: SaveProgress, ready: int, known_tokens: int
+    ) -> tuple[SaveProgress, Chosen, tuple[int, ...]]:
+        """Plan the boundaries that are there at `ready` tokens and were not before.
+
+        Returns the progress, the blocks they need and no earlier one did, and how many of each
+        group were passed over.
+        """
+        after, next_block = progress.planned_tokens, progress.next_block
+        produced = self.produced(after, ready)
+        kept = reach.keep_between(
+            self.layout,
+            policy,
+            after,
+            ready,
+            known_tokens,
+            self.producible(progress.last_state, produced, ready, known_tokens),
+            junctions=progress.junctions,
+            end_tokens=progress.end_tokens,
+        )
+        fresh = [_from(ranges, start) for ranges, start in zip(kept, next_block, strict=True)]
+        ends = [int(n[-1]) + 1 if len(n) else b for n, b in zip(fresh, next_block, strict=True)]
+        skipped = (e - b - len(n) for n, e, b in zip(fresh, ends, next_block, strict=True))
+        last_state = progress.last_state
+        if produced is not None and len(produced):
+            last_state = int(produced[-1])
+        progress = replace(
+            progress, planned_tokens=ready, next_block=tuple(ends), last_state=last_state
+        )
+        return progress, Chosen.of(fresh), tuple(skipped)
+
     def kept(self, rows: Rows) -> NDArray[np.bool_]:
         """Which of these rows (-1: none) are kept or being kept."""
         index = self.index
@@ -275,7 +289,20 @@ class _Tables:
         inside[inside] = [i is not None and i != null for i in ids]
         return inside
 
-    def produced(self, after: int, ready: int) -> list[int] | None:
+    def producible(
+        self, last_state: int, produced: Blocks | None, ready: int, known_tokens: int
+    ) -> list[int] | None:
+        """The last state of earlier steps, those of this one, and every later boundary.
+
+        What comes later is hoped for: the end of a prompt is not looked for before it is there.
+        """
+        if produced is None:
+            return None
+        step, ahead = self.layout.alignment_tokens, reach.lookahead_tokens(self.layout)
+        later = range((max(0, ready - ahead) // step + 1) * step, known_tokens + 1, step)
+        return [last_state, *produced.tolist(), *later]
+
+    def produced(self, after: int, ready: int) -> Blocks | None:
         """Boundaries with a state in every recurrent group, look-ahead ending in `(after, ready]`.
 
         None where the layout has no such group. Engines leave no page where they took no state;
@@ -291,8 +318,7 @@ class _Tables:
                 blocks = at // group.block_tokens - 1
                 rows = self.stock.rows_of(g, self.stock.names(g, blocks.tolist()))
                 at = at[self.kept(rows) | self.has_page(g, blocks)]
-        made: list[int] = at.tolist()
-        return made
+        return at
 
     def plan(
         self, candidates: Chosen, progress: SaveProgress, skipped: tuple[int, ...]

@@ -25,16 +25,17 @@ blocks of the group from 0.
 
 from __future__ import annotations
 
-import difflib
-import enum
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.boundary import AUTO as AUTO
+from tierkv.boundary import DENSE as DENSE
+from tierkv.boundary import Policy as Policy
+from tierkv.boundary import PolicyKind as PolicyKind
 from tierkv.errors import ConfigError
 from tierkv.layout import Group, GroupKind, Layout
 
@@ -165,84 +166,6 @@ def alignment_block_count(layout: Layout, group: int) -> int:
 
 # Which boundaries are kept. --------------------------------------------------------------------
 
-LADDER_TOKENS: Final = 4096
-"""Tokens between the rungs of `auto`: on a public trace of conversations it costs a quarter of what
-`dense` does and loses 1.3 % of its hit tokens (bench/trace_replay.py)."""
-
-_WRITE = "write auto, dense, end, engine or interval:TOKENS"
-
-
-class PolicyKind(enum.StrEnum):
-    """How a boundary policy chooses."""
-
-    AUTO = "auto"
-    DENSE = "dense"
-    END = "end"
-    ENGINE = "engine"
-    INTERVAL = "interval"
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Which boundaries of a prompt are kept; make one with `Policy.parse`.
-
-    auto: the end and the junctions, as `end` does, and a ladder like that of `interval`, so that
-    no hit loses more than `lost_tokens_at_most`. dense: every multiple of the alignment. end: the
-    last boundary that a longer prompt can reach, the last one that the same prompt can reach, and
-    the junctions. interval: for every multiple of `interval_tokens`, the last multiple of the
-    alignment at or below it, and the junctions. engine: what the engine keeps in its own pool;
-    `resolve` says which of the others that is, and nothing else can be done with it.
-    """
-
-    kind: PolicyKind
-    interval_tokens: int = 0
-
-    def __str__(self) -> str:
-        if not self.interval_tokens or self == AUTO:
-            return str(self.kind)
-        return f"{self.kind}:{self.interval_tokens}"
-
-    @classmethod
-    def parse(cls, text: str | Policy) -> Policy:
-        """A policy from ``auto``, ``dense``, ``end``, ``engine``, ``interval:N`` or ``auto:N``.
-
-        N: tokens between two rungs. Raises `ConfigError` in one line for another text.
-        """
-        if isinstance(text, Policy):
-            return text
-        name, colon, argument = text.partition(":")
-        if name in (PolicyKind.INTERVAL, PolicyKind.AUTO) and (colon or name != PolicyKind.AUTO):
-            tokens = int(argument) if argument.isascii() and argument.isdigit() else 0
-            if tokens < 1:
-                raise ConfigError(
-                    f"policy {text!r}: write the tokens between two kept boundaries, "
-                    f"like {name}:4096"
-                )
-            return cls(PolicyKind(name), tokens)
-        if not colon and name in list(PolicyKind):
-            return AUTO if name == PolicyKind.AUTO else cls(PolicyKind(name))
-        near = difflib.get_close_matches(name, [str(k) for k in PolicyKind], n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError(f"unknown policy {text!r}{hint}; {_WRITE}")
-
-    def resolve(self, retention_interval_tokens: int | None) -> Policy:
-        """The policy itself; for ``engine`` the one that keeps what the engine's setting keeps.
-
-        retention_interval_tokens: vLLM's `prefix_cache_retention_interval`. None: every boundary,
-            so `dense`; 0: the end and the junctions, so `end`; N: a ladder too, so ``auto:N``.
-        """
-        if self.kind is not PolicyKind.ENGINE:
-            return self
-        if retention_interval_tokens is None:
-            return DENSE
-        if retention_interval_tokens == 0:
-            return Policy(PolicyKind.END)
-        return Policy(PolicyKind.AUTO, retention_interval_tokens)
-
-
-AUTO: Final = Policy(PolicyKind.AUTO, LADDER_TOKENS)
-DENSE: Final = Policy(PolicyKind.DENSE)
-
 
 def lost_tokens_at_most(layout: Layout, policy: Policy) -> int | None:
     """By how many tokens a hit may be shorter than under `dense`; None: there is no bound.
@@ -259,32 +182,6 @@ def lost_tokens_at_most(layout: Layout, policy: Policy) -> int | None:
     return -(-policy.interval_tokens // step) * step - step
 
 
-def _chosen(
-    layout: Layout,
-    policy: Policy,
-    known_tokens: int,
-    end_tokens: int,
-    junctions: Iterable[int],
-) -> NDArray[np.int64]:
-    """Multiples of the alignment that the policy keeps, sorted; the last may be out of reach."""
-    step, ahead = layout.alignment_tokens, lookahead_tokens(layout)
-    last = max(0, known_tokens - ahead) // step
-    if policy.kind is PolicyKind.ENGINE:
-        raise ConfigError("policy 'engine' is for engines, which resolve it; " + _WRITE)
-    if policy.kind is PolicyKind.DENSE:
-        return np.arange(1, last + 1, dtype=np.int64) * step
-    picked = [np.array([j // step for j in junctions], dtype=np.int64)]
-    if policy.kind is not PolicyKind.INTERVAL:
-        end = max(0, end_tokens - ahead) // step
-        picked.append(np.array([min(end, max(0, end_tokens - 1) // step), end], dtype=np.int64))
-    if policy.kind is not PolicyKind.END:
-        rungs = np.arange(1, known_tokens // policy.interval_tokens + 1, dtype=np.int64)
-        picked.append(rungs * policy.interval_tokens // step)
-    at = np.unique(np.concatenate(picked))
-    kept: NDArray[np.int64] = at[(at > 0) & (at <= last)] * step
-    return kept
-
-
 def boundaries(
     layout: Layout,
     policy: Policy,
@@ -299,20 +196,58 @@ def boundaries(
     Only boundaries that a hit can end at: positive multiples of the alignment whose look-ahead
     blocks lie in the known tokens.
 
-    produced: token positions at which the engine took the states of every recurrent group; no
-        boundary elsewhere is kept. None: it takes one at every boundary. Ignored where the layout
-        has no recurrent group.
+    produced: token positions at which the engine took the states of every recurrent group; only
+        boundaries there are kept. In the place of one that was not produced steps the last
+        produced one below it, and for a rung the next one above it, so that where an engine takes
+        few states a ladder has rungs all the same. None: it takes one at every boundary. Ignored
+        where the layout has no recurrent group.
     junctions: token positions at which prompts were seen to branch; the boundary at or below each
         is kept under every policy.
     end_tokens: where the text ends whose end is kept; `known_tokens` by default. While an answer
         grows, it is the length of the prompt: the end of an unfinished answer is kept by nobody.
     """
-    end = known_tokens if end_tokens is None else end_tokens
-    kept = _chosen(layout, policy, known_tokens, end, junctions)
+    if policy.kind is PolicyKind.ENGINE:
+        raise ConfigError("policy 'engine' is for engines, which say what it means; write another")
+    step, ahead = layout.alignment_tokens, lookahead_tokens(layout)
+    last = max(0, known_tokens - ahead) // step
+    possible = None
     if produced is not None and has_states(layout):
-        at = np.fromiter(produced, dtype=np.int64, count=len(produced))
-        kept = kept[np.isin(kept, at)]
-    return kept
+        possible = _possible(produced, step, last)
+    if policy.kind is PolicyKind.DENSE:
+        every = np.arange(1, last + 1, dtype=np.int64) if possible is None else possible
+        return every * step
+    marks = [j // step for j in junctions]
+    if policy.kind is not PolicyKind.INTERVAL:
+        end = known_tokens if end_tokens is None else end_tokens
+        reachable = max(0, end - ahead) // step
+        marks += [min(reachable, max(0, end - 1) // step), reachable]
+    kept = np.array([m for m in marks if m <= last], dtype=np.int64)
+    if possible is not None:
+        kept = np.concatenate([[0], possible])[np.searchsorted(possible, kept, side="right")]
+    if policy.kind is not PolicyKind.END:
+        kept = np.concatenate([kept, _rungs(policy.interval_tokens, step, last, possible)])
+    kept = np.unique(kept)
+    return kept[kept > 0] * step
+
+
+def _possible(produced: Collection[int], step: int, last: int) -> NDArray[np.int64]:
+    """Where states were taken, in multiples of the alignment up to `last`, ascending."""
+    at = np.unique(np.fromiter(produced, dtype=np.int64, count=len(produced)))
+    possible: NDArray[np.int64] = at[(at > 0) & (at % step == 0)] // step
+    return possible[possible <= last]
+
+
+def _rungs(
+    interval_tokens: int, step: int, last: int, possible: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """The ladder in multiples of the alignment, up to `last`."""
+    if possible is None:
+        marks = np.arange(1, (last + 1) * step // interval_tokens + 1, dtype=np.int64)
+        rungs = marks * interval_tokens // step
+        return rungs[rungs <= last]
+    # The rungs passed by then: one more than at the boundary before, and this one stands for it.
+    passed = (possible * step + step - 1) // interval_tokens
+    return possible[np.diff(passed, prepend=0) > 0]
 
 
 @functools.lru_cache(maxsize=64)

@@ -119,23 +119,31 @@ class Oracle:
     ) -> list[int]:
         """The boundaries that a policy keeps, one candidate after the other."""
         possible = [b for b in range(1, known + 1) if self.possible(b, known)]
+        made = self._made(possible, produced)
         name, _, argument = policy.partition(":")
         kept: set[int] = set()
         if name == "dense":
-            kept = set(possible)
+            kept = set(made)
+        wanted = {j - j % self.alignment for j in junctions}
         if name in ("end", "auto"):
             text = known if end is None else end
             ends = [b for b in range(1, text + 1) if self.possible(b, text)]
-            kept.add(max(ends, default=0))
-            kept.add(max((b for b in ends if b < text), default=0))
+            wanted.add(max(ends, default=0))
+            wanted.add(max((b for b in ends if b < text), default=0))
+        for b in wanted & set(possible):  # where no state was taken, the last one before serves
+            kept.add(max((m for m in made if m <= b), default=0))
         if name in ("interval", "auto"):
             every = int(argument or 4096)
-            kept |= {mark - mark % self.alignment for mark in range(every, known + 1, every)}
-        kept |= {j - j % self.alignment for j in junctions}
+            for mark in range(every, known + self.alignment, every):
+                rung = mark - mark % self.alignment
+                after = [m for m in made if m >= rung]
+                if rung and after:  # where no state was taken, the next one after it serves
+                    kept.add(after[0])
+        return sorted(kept - {0})
+
+    def _made(self, possible: list[int], produced: Collection[int] | None) -> list[int]:
         recurrent = any(g.kind == "recurrent" for g in self.groups)
-        if recurrent and produced is not None:
-            kept &= set(produced)
-        return sorted(kept & set(possible))
+        return [b for b in possible if not recurrent or produced is None or b in produced]
 
     def store(self, boundaries: Iterable[int]) -> set[Block]:
         """The union of the needs."""

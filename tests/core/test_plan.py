@@ -36,7 +36,7 @@ def test_the_plan_has_the_fields_of_the_design_and_is_plain_json() -> None:
 
 
 def test_the_seed_example_in_numbers() -> None:
-    plan = plan_prompt(Layout((full(256), swa(64, 128))), 1100)
+    plan = plan_prompt(Layout((full(256), swa(64, 128))), 1100, "dense")
     window = plan["groups"][1]
     assert window["stored_ranges"] == [[2, 4], [6, 8], [10, 12], [14, 16]]
     assert (window["blocks"], window["stored_blocks"], window["window_tokens"]) == (17, 8, 128)
@@ -51,7 +51,7 @@ def test_the_seed_example_in_numbers() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 200), st.sampled_from(["dense", "end", "interval:48"]), st.booleans())
+@given(st.integers(1, 200), st.sampled_from(["auto:32", "dense", "end", "interval:48"]), st.booleans())
 def test_the_hits_of_a_plan_agree_with_the_law(tokens: int, policy: str, draft: bool) -> None:
     layout = Layout((full(16, draft=draft), swa(8, 20), mamba(16), scratch(4)))
     oracle = Oracle.of(layout)
@@ -69,7 +69,7 @@ def test_the_hits_of_a_plan_agree_with_the_law(tokens: int, policy: str, draft: 
 
 
 def test_dense_deepseek_v4_flash_keeps_at_most_five_of_104_tail_blocks() -> None:
-    plan = plan_prompt(load_preset("dsv4-flash"), 256 * 64)
+    plan = plan_prompt(load_preset("dsv4-flash"), 256 * 64, "dense")
     tails = [g for g in plan["groups"] if g["kind"] != "full"]
     assert sum(g["blocks"] for g in tails) == 104 * 64
     assert sum(g["stored_blocks"] for g in tails) == 5 * 64

@@ -28,8 +28,8 @@ def plan(
         Path | None, typer.Option("--layout", help="A layout file (JSON).", metavar="F")
     ] = None,
     policy: Annotated[
-        str, typer.Option("--policy", help="dense, end or interval:TOKENS.", metavar="P")
-    ] = "dense",
+        str, typer.Option("--policy", help="auto, dense, end or interval:TOKENS.", metavar="P")
+    ] = "auto",
     capacity: Annotated[
         str | None,
         typer.Option("--capacity", help="Also say how many such prompts fit.", metavar="SIZE"),

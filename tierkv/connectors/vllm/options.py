@@ -8,7 +8,7 @@ from typing import Any
 
 from tierkv.blocks import slot_bytes
 from tierkv.errors import ConfigError
-from tierkv.reach import Policy
+from tierkv.reach import AUTO, Policy
 from tierkv.urls import TierURL, nearest, parse_size
 
 _WHERE = "kv_connector_extra_config"
@@ -20,7 +20,8 @@ class Options:
 
     url: the storage tier, like ``nvme:///mnt/kv?capacity=500GiB``. "": pinned RAM only.
     pinned: bytes of the arena of each rank; written like ``8GiB``.
-    policy: which boundaries are kept (`dense`, `end`, `interval:4096`).
+    policy: which boundaries are kept (`auto`, `dense`, `end`, `interval:4096`), or `engine`: those
+        that the engine's `prefix_cache_retention_interval` keeps in its own pool.
     identity: names the weights where they cannot be told from files; part of the namespace.
     salt: keeps this cache apart from others over the same model; part of the namespace.
     open_timeout_s: how long the engine's start waits for the tier to open before it fails.
@@ -35,7 +36,7 @@ class Options:
 
     url: str = ""
     pinned: int = 4 << 30
-    policy: Policy = Policy.parse("dense")
+    policy: Policy = AUTO
     identity: str = ""
     salt: str = ""
     open_timeout_s: float = 60.0

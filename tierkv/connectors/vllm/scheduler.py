@@ -87,7 +87,9 @@ class SchedulerSide:
             engine_layout(self._config, largest),
             arena_bytes=min(h.arena_bytes for h in shakes),
             ranks=self._world_size,
-            boundary_policy=self._options.policy,
+            boundary_policy=self._options.policy.resolve(
+                self._config.prefix_cache_retention_interval
+            ),
         )
         for shake in shakes:
             for event in shake.events:
