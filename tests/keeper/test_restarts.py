@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tierkv.blocks import MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire, TierDown
+from tierkv.keeper.process import KeeperProcess
 from tierkv.testing import make_key
 
 SAVE, LOAD, DELETE = MoveKind.SAVE, MoveKind.LOAD, MoveKind.DELETE
@@ -88,6 +89,26 @@ def test_a_hung_backend_is_not_a_hung_keeper(open_post: Any, sluggish: None) -> 
     assert post.client.stats()["keeper_deaths"] == 0
     os.kill(post.client.pid, signal.SIGKILL)
     assert post.event(MoveReleased).move_id == loading, "the keeper's end releases its slots"
+
+
+def test_a_process_that_the_kernel_holds_keeps_its_slots_but_not_its_callers(
+    open_post: Any, sluggish: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [True]
+    really = KeeperProcess.reaped
+    monkeypatch.setattr("tierkv.keeper.client.REAP_GRACE_S", 0.0)
+    monkeypatch.setattr(KeeperProcess, "reaped", lambda self: not held[0] and really(self))
+    post = open_post("sluggish://?read=hang")
+    loading = post.submit(LOAD, [1])
+    os.kill(post.client.pid, signal.SIGKILL)
+    done = post.event(MoveDone)
+    assert done.outcomes.tolist() == [FAILED]
+    assert not done.released
+    post.event(TierDown)
+    assert post.client.poll() == []
+    held[0] = False
+    assert post.event(MoveReleased).move_id == loading
+    post.event(Recovered)
 
 
 def test_five_restarts_leave_no_process_and_no_descriptor(open_post: Any) -> None:

@@ -68,6 +68,24 @@ async def test_no_save_starts_while_a_load_waits() -> None:
     assert not any(sched.stats().values())
 
 
+async def test_a_save_that_ends_does_not_let_another_pass_a_waiting_load() -> None:
+    sched = make(read=10, write=10)
+    load, save = Client(sched, LOAD, 10), Client(sched, SAVE, 10)
+    await turns()
+    waiting_load, waiting_save = Client(sched, LOAD, 10), Client(sched, SAVE, 10)
+    await turns()
+    save.leave.set()
+    await turns()
+    assert not waiting_save.inside
+    load.leave.set()
+    await turns()
+    assert waiting_load.inside
+    assert waiting_save.inside
+    waiting_load.leave.set()
+    waiting_save.leave.set()
+    await turns()
+
+
 async def test_requests_of_one_class_start_in_the_order_they_came() -> None:
     sched = make(write=100)
     clients = [Client(sched, SAVE, n) for n in (60, 60, 10, 30)]

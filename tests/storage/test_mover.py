@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from tests.storage.desk import BLOCK_BYTES, SLOT
-from tierkv.blocks import MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire
+from tierkv import record
+from tierkv.blocks import Keys, MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire
 from tierkv.health import TierHealth
+from tierkv.iosched import Lane
 from tierkv.mover import MAX_QUARANTINED
 from tierkv.pinned import Arena
 from tierkv.testing import FaultyBackend, Lie, SlowBackend, make_key
@@ -153,25 +156,47 @@ async def test_a_hung_call_times_out_and_its_slots_are_released_when_it_ends(
     assert desk.mover.stats()["timed_out_moves"] == 1
 
 
+@pytest.mark.parametrize(("kind", "answer"), [(SAVE, DECLINED), (LOAD, FAILED)])
 async def test_a_move_that_never_got_its_turn_ends_released_and_never_begins(
-    open_desk: Any,
+    open_desk: Any, kind: MoveKind, answer: Outcome
 ) -> None:
-    backend = SlowBackend(MemoryBackend(), stubborn=True)
+    backend = FaultyBackend(MemoryBackend())
     desk = await open_desk(
-        backend, read_timeout_s=0.05, read_bytes_in_flight=1, write_timeout_s=0.05
+        backend, read_timeout_s=0.02, write_timeout_s=0.02, read_bytes_in_flight=1
     )
-    await desk.run(SAVE, [1, 2])
-    backend.hold("read")
-    first = desk.submit(LOAD, [1], slot=8)
-    await backend.held("read")
-    second = desk.submit(LOAD, [2], slot=9)
-    done = await desk.event(MoveDone, lambda e: e.move_id == second)
-    assert done.released
-    assert done.outcomes.tolist() == [FAILED]
-    assert await desk.done(first) == [TIMED_OUT]
-    backend.release("read")
-    await desk.event(MoveReleased)
-    assert not desk.holds(9, 2)
+    async with desk.mover._sched.grant(Lane.LOAD, 1):
+        waiting_load = desk.submit(LOAD, [1], slot=8)  # no save starts while it waits
+        move_id = desk.submit(kind, [2], slot=9) if kind is SAVE else waiting_load
+        done = await desk.event(MoveDone, lambda e: e.move_id == move_id)
+        assert done.released
+        assert done.outcomes.tolist() == [answer]
+    assert await desk.run(LOAD, [3], slot=9) == [MISSING]
+    assert (backend.calls["read"], backend.calls["write"]) == (1, 0)
+
+
+@pytest.mark.parametrize("step", ["seal_sync", "verify_sync"])
+async def test_a_checksum_thread_that_still_reads_keeps_the_slots(
+    open_desk: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    desk = await open_desk(read_timeout_s=0.02, write_timeout_s=0.02)
+    await desk.run(SAVE, [1])
+    gate = threading.Event()
+    right = getattr(record, step)
+
+    def late(*args: Any) -> Any:
+        assert gate.wait(30)
+        return right(*args)
+
+    monkeypatch.setattr(record, step, late)
+    kind = SAVE if step == "seal_sync" else LOAD
+    move_id = desk.submit(kind, [1], slot=8)
+    done = await desk.event(MoveDone)
+    assert not done.released
+    released = asyncio.create_task(desk.event(MoveReleased))
+    await asyncio.wait({released}, timeout=0.05)
+    assert not released.done()
+    gate.set()
+    assert (await released).move_id == move_id
 
 
 async def test_what_was_done_before_the_deadline_stays_done(
@@ -229,6 +254,18 @@ async def test_a_tier_that_keeps_failing_is_degraded_then_probed_and_comes_back(
     assert desk.mover.stats()["degraded"] == 0
     assert desk.mover.stats()["degradations"] == 1
     assert "answers again" in caplog.records[-1].getMessage()
+
+
+async def test_a_throttled_save_says_nothing_about_the_tiers_health(open_desk: Any) -> None:
+    backend = FaultyBackend(MemoryBackend())
+    desk = await open_desk(backend, write_bytes_in_flight=1, write_queue_bytes=1)
+    backend.fail("read", OSError("disk"))
+    for _ in range(2):
+        await desk.run(LOAD, [1])
+    async with desk.mover._sched.grant(Lane.SAVE, 1):
+        assert await desk.run(SAVE, [1]) == [DECLINED]
+    await desk.run(LOAD, [1])
+    assert desk.mover.stats()["degraded"] == 1
 
 
 async def test_too_many_hung_calls_close_the_tier_until_one_ends(open_desk: Any) -> None:
@@ -335,6 +372,19 @@ async def test_rotation_answers_retires_that_wait(open_desk: Any) -> None:
     assert desk.mover.stats()["retires_waiting"] == 0
 
 
+async def test_rotation_and_close_answer_a_backend_that_makes_room_in_the_background(
+    open_desk: Any,
+) -> None:
+    backend = MemoryBackend()
+    desk = await open_desk(backend)
+    assert backend._context is not None
+    for end in (lambda: desk.mover.rotate(1), lambda: asyncio.ensure_future(desk.mover.close())):
+        making_room = asyncio.create_task(backend._context.retire(Keys.of([make_key(1)])))
+        await desk.event(Retire)
+        end()
+        await asyncio.wait_for(making_room, 30)
+
+
 # Deletes, closing, no tier. -------------------------------------------------------------------
 
 
@@ -346,10 +396,12 @@ async def test_a_save_never_overtakes_a_delete_that_came_before(open_desk: Any) 
     deleting = desk.submit(DELETE, [1])
     saving = desk.submit(SAVE, [1])
     await backend.held("delete")
-    assert desk.events == []
+    saved = asyncio.create_task(desk.done(saving))
+    await asyncio.wait({saved}, timeout=0.05)
+    assert not saved.done()
     backend.release("delete")
     assert await desk.done(deleting) == [DONE]
-    assert await desk.done(saving) == [DONE]
+    assert await saved == [DONE]
     assert await desk.run(LOAD, [1], slot=8) == [DONE]
 
 
