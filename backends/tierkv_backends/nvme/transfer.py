@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from tierkv.backend import BlockBatch, Outcomes
 from tierkv.blocks import Outcome
-from tierkv.record import RECORD_BYTES
 from tierkv_backends.nvme.files import (
     MAX_VECTORS,
     Files,
@@ -289,17 +288,12 @@ def fill_records(batch: BlockBatch, positions: NDArray[np.intp], rows: Rows) -> 
 
 def split_part(part: ReadPart, pieces: int) -> Sequence[ReadPart]:
     """Cut a part into at most `pieces` of about equal bytes, for as many threads."""
-    total = np.cumsum(part.padded)
-    cuts = np.searchsorted(total, total[-1] * np.arange(1, pieces) / pieces, side="left") + 1
-    edges = [0, *sorted(set(cuts.tolist()) - {0, len(part.rows)}), len(part.rows)]
-    edges = [e for e in edges if e <= len(part.rows)]
+    n, total = len(part.rows), np.cumsum(part.padded)
+    cuts = np.searchsorted(total, total[-1] * np.arange(1, pieces) / pieces) + 1
+    edges = sorted({0, n, *cuts.tolist()})
     return [
         ReadPart(
             path=part.path, rows=part.rows[a:b], starts=part.starts[a:b], padded=part.padded[a:b]
         )
         for a, b in itertools.pairwise(edges)
-        if b > a
     ]
-
-
-assert 32 + ROW_DTYPE.itemsize - 8 == RECORD_BYTES
