@@ -160,8 +160,17 @@ def test_without_a_tier_the_keeper_answers_as_if_nothing_were_there(open_post: A
     assert post.run(LOAD, [1]) == [MISSING]
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_a_keeper_dies_with_its_parent(thread: bool, gone: Callable[[int], bool]) -> None:
+@pytest.mark.parametrize(
+    ("thread", "stopped"),
+    [
+        (False, False),
+        (False, True),  # its loop sees nothing: the kernel must end it
+        (True, False),  # the kernel does not watch a thread: the socket must do
+    ],
+)
+def test_a_keeper_dies_with_its_parent(
+    thread: bool, stopped: bool, gone: Callable[[int], bool]
+) -> None:
     script = f"""
 import signal, threading
 from tierkv.keeper import KeeperClient
@@ -187,6 +196,8 @@ signal.pause()
         assert parent.stdout is not None
         keeper = int(parent.stdout.readline())
         os.kill(keeper, 0)  # it outlived the thread that started it
+        if stopped:
+            os.kill(keeper, signal.SIGSTOP)
         parent.kill()
     assert gone(keeper)
 
