@@ -7,6 +7,7 @@ cancelled caller waits for a copy that is under way, so nobody's pages are touch
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,7 +45,10 @@ class Jobs:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def run(self, job: Job, work: Coroutine[Any, Any, _T]) -> _T:
-        """Await `work`; if cancelled, leave it to end by itself once no copy is under way."""
+        """Await `work`; if cancelled, leave it to end by itself once no copy is under way.
+
+        However often it is cancelled, a copy that is under way is waited for.
+        """
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -54,7 +58,9 @@ class Jobs:
             job.abandoned = True
             task.add_done_callback(_take_note)
             while job.copying is not None and not job.copying.done():
-                await asyncio.wait({job.copying})
+                # Cancelled again: it is raised below all the same.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({job.copying})
             raise
 
     async def copy(self, job: Job, copy: PageCopy, move: Move, rows: NDArray[np.intp]) -> bool:

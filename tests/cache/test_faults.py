@@ -285,13 +285,13 @@ async def test_the_arenas_failure_to_copy_is_the_callers_and_the_books_are_settl
     one = Engine(1)
     async with open_cache("shelf://") as cache:
         beyond = {name: [99 for _ in ids] for name, ids in tables().items()}
-        with pytest.raises(ValueError, match="block ids 99..99 are outside"):
+        with pytest.raises(ValueError, match="are outside"):
             await cache.save(PROMPT, one.pages, beyond)
         await settled(cache)
         assert not await cache.lookup(PROMPT)
         await cache.save(PROMPT, one.pages, tables())
         hit = await cache.lookup(PROMPT)
-        with pytest.raises(ValueError, match="block ids 99..99 are outside"):
+        with pytest.raises(ValueError, match="are outside"):
             await cache.load(hit, one.pages, beyond)
         await settled(cache)
         assert (await cache.lookup(PROMPT)).tokens == 64
