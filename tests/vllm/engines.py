@@ -55,6 +55,13 @@ ROUND = [prompt(seed) for seed in range(6)]
 """Prompts that do not fit in the small pools together: 6 x 16 blocks a group."""
 
 
+def sampling(tokens: int) -> SamplingParams:
+    """Greedy, with logprobs."""
+    return SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1
+    )
+
+
 class Engine:
     """An engine with or without a connector."""
 
@@ -113,10 +120,7 @@ class Engine:
         return [self._ask_one(p) for p in prompts]
 
     def _ask_one(self, tokens: list[int]) -> Answer:
-        sampling = SamplingParams(
-            temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=1
-        )
-        [out] = self.llm.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False)
+        [out] = self.llm.generate({"prompt_token_ids": tokens}, sampling(8), use_tqdm=False)
         completion = out.outputs[0]
         return Answer(
             tuple(completion.token_ids),
