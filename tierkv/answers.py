@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv import reach
+from tierkv.blocks import Outcome
+from tierkv.books import Miss
+from tierkv.layout import Layout
+
 
 @dataclass(slots=True)
 class PrefixHit:
@@ -14,6 +22,7 @@ class PrefixHit:
     tier_tokens: how many of them, from the first block that is not in RAM, come from storage.
     blocks: group name to the half-open range of block indices that `load` fills; your table must
         have an entry for each.
+    miss: why there is nothing, in words; None for a hit.
     """
 
     tokens: int
@@ -22,6 +31,7 @@ class PrefixHit:
     local_tokens: int = 0
     owner: str = field(default="", repr=False)
     _let_go: Callable[[str], None] | None = field(default=None, repr=False)
+    miss: Miss | None = None
 
     def release(self) -> None:
         """Give the lease back without loading. Safe to call twice and after a load."""
@@ -67,3 +77,25 @@ class Flushed:
     """What a flush found: `unstored_blocks` are in pinned RAM but the tier did not take them."""
 
     unstored_blocks: int
+
+
+def loaded(layout: Layout, hit: PrefixHit, outcomes: NDArray[np.uint8]) -> Loaded:
+    """What a load of `hit` came to. outcomes: uint8[n] of `Outcome`, in the order of its blocks."""
+    at = [(layout.index_of(name), b) for name, blocks in hit.blocks.items() for b in blocks]
+    good = {key for key, o in zip(at, outcomes.tolist(), strict=True) if o == Outcome.DONE}
+    failed: dict[str, list[int]] = {}
+    for g, b in at:
+        if (g, b) not in good:
+            failed.setdefault(layout.groups[g].name, []).append(b)
+    tokens = hit.tokens
+    if failed:
+        # What the look-ahead of a draft group would need is not ours to load: count it there.
+        tokens = reach.longest_hit(
+            layout,
+            hit.tokens + 1 + reach.lookahead_tokens(layout),
+            lambda g, b: (g, b) in good or b * layout.groups[g].block_tokens >= hit.tokens,
+            local_tokens=hit.local_tokens,
+            max_boundary=hit.tokens,
+        )
+    nbytes = sum(layout.groups[g].block_bytes for g, _ in good)
+    return Loaded(max(tokens, hit.local_tokens), len(good), nbytes, failed)

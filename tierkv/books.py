@@ -6,6 +6,7 @@ else writes here.
 
 from __future__ import annotations
 
+import enum
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,35 @@ from tierkv.blocks import Keys, Move, MoveKind, planned_move
 from tierkv.index import Index, Rows
 from tierkv.layout import Layout
 from tierkv.room import Room
+
+
+class Miss(enum.StrEnum):
+    """Why a lookup found nothing."""
+
+    SHORT = "below minimum unit"
+    """No hit can end in so few tokens: see `tierkv.planner.min_known_tokens`."""
+    ABSENT = "nothing stored"
+    """Nothing that goes beyond what the engine holds itself."""
+    NO_ROOM = "no room"
+    """The arena is too full to take in what the storage tier has."""
+    WAITED = "waited too long"
+    """For somebody else's load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Answer to a lookup.
+
+    tokens: the boundary at which the hit ends; 0, or no more than the local tokens, for a miss.
+    pending: the blocks are on their way for somebody else; ask again later.
+    tier_tokens: tokens from the first block that must be read from the storage tier to the end.
+    miss: why it is none; None for a hit, and while pending.
+    """
+
+    tokens: int
+    pending: bool = False
+    tier_tokens: int = 0
+    miss: Miss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +77,7 @@ Command = Agree | Rotate | Submit
 
 COUNTERS: Final = (
     "lookups",
+    "short_lookups",
     "hits",
     "hit_tokens",
     "hit_blocks",

@@ -23,10 +23,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from tierkv import planner, reach
-from tierkv.answers import Flushed, Loaded, PrefixHit, Saved
+from tierkv import planner
+from tierkv.answers import Flushed, Loaded, PrefixHit, Saved, loaded
 from tierkv.blocks import (
     Copied,
     Move,
@@ -38,7 +37,7 @@ from tierkv.blocks import (
 from tierkv.device import Pages, arena_tensor
 from tierkv.errors import CacheClosedError, DeadlineError
 from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
-from tierkv.jobs import Job, Jobs
+from tierkv.jobs import Job, Jobs, create_arena
 from tierkv.keeper import KeeperClient
 from tierkv.layout import Layout
 from tierkv.ledger import Agree, Ledger, Rotate
@@ -108,7 +107,7 @@ class Cache:
         """
         if self._port is not None or self._closing:
             raise CacheClosedError("this cache was opened before; make a new one")
-        arena = await self._create_arena()
+        arena = await create_arena(self._config.arena_bytes)
         try:
             if self._isolation == "process":
                 self._port = await self._start_keeper(arena)
@@ -121,15 +120,6 @@ class Cache:
         self._jobs = Jobs(arena_tensor(arena.view))
         self._port.on_event(self._pump)
         self._pump()
-
-    async def _create_arena(self) -> Arena:
-        loop = asyncio.get_running_loop()
-        making = loop.run_in_executor(None, Arena.create, self._config.arena_bytes)
-        try:
-            return await asyncio.shield(making)
-        except asyncio.CancelledError:
-            making.add_done_callback(_close_unwanted)
-            raise
 
     async def _start_keeper(self, arena: Arena) -> KeeperClient:
         loop = asyncio.get_running_loop()
@@ -213,7 +203,7 @@ class Cache:
             raise
         if hit.tokens <= local_tokens:
             self._let_go(owner)
-            return PrefixHit(0, 0, {})
+            return PrefixHit(0, 0, {}, miss=hit.miss)
         ranges = planner.load_ranges(self.layout, hit.tokens, local_tokens)
         blocks = {self.layout.groups[g].name: range(first, end) for g, first, end in ranges}
         return PrefixHit(hit.tokens, hit.tier_tokens, blocks, local_tokens, owner, self._let_go)
@@ -352,28 +342,7 @@ class Cache:
             self._ledger.apply(0, MoveDone(move.id, outcomes, released))
             self._obey()
             self._wake()
-        return self._loaded(hit, outcomes)
-
-    def _loaded(self, hit: PrefixHit, outcomes: NDArray[np.uint8]) -> Loaded:
-        layout = self.layout
-        at = [(layout.index_of(name), b) for name, blocks in hit.blocks.items() for b in blocks]
-        good = {key for key, o in zip(at, outcomes.tolist(), strict=True) if o == Outcome.DONE}
-        failed: dict[str, list[int]] = {}
-        for g, b in at:
-            if (g, b) not in good:
-                failed.setdefault(layout.groups[g].name, []).append(b)
-        tokens = hit.tokens
-        if failed:
-            # What the look-ahead of a draft group would need is not ours to load: count it there.
-            tokens = reach.longest_hit(
-                layout,
-                hit.tokens + 1 + reach.lookahead_tokens(layout),
-                lambda g, b: (g, b) in good or b * layout.groups[g].block_tokens >= hit.tokens,
-                local_tokens=hit.local_tokens,
-                max_boundary=hit.tokens,
-            )
-        nbytes = sum(layout.groups[g].block_bytes for g, _ in good)
-        return Loaded(max(tokens, hit.local_tokens), len(good), nbytes, failed)
+        return loaded(self.layout, hit, outcomes)
 
     async def _save(
         self,
@@ -519,8 +488,3 @@ class Cache:
                     f"but the table of {len(table)} entries has no page for one of them"
                 )
         return tables
-
-
-def _close_unwanted(making: asyncio.Future[Arena]) -> None:
-    if not making.cancelled() and making.exception() is None:
-        making.result().close()

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.blocks import Move
+from tierkv.pinned import Arena
 
 _T = TypeVar("_T")
 
@@ -94,3 +95,18 @@ def _take_note(task: asyncio.Task[Any]) -> None:
     """Nobody is left to be told: an abandoned job's error is read, not raised."""
     if not task.cancelled():
         task.exception()
+
+
+async def create_arena(nbytes: int) -> Arena:
+    """`Arena.create` in a thread. If cancelled: it is closed again as soon as it is there."""
+    making = asyncio.get_running_loop().run_in_executor(None, Arena.create, nbytes)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close_unwanted)
+        raise
+
+
+def _close_unwanted(making: asyncio.Future[Arena]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()

@@ -33,7 +33,7 @@ from tierkv.blocks import (
     TierDown,
     planned_move,
 )
-from tierkv.books import Agree, Books, Command, Rotate, Submit
+from tierkv.books import Agree, Books, Command, Hit, Miss, Rotate, Submit
 from tierkv.errors import ConfigError
 from tierkv.flights import Flights
 from tierkv.holdings import Holdings
@@ -42,27 +42,10 @@ from tierkv.layout import Layout
 from tierkv.planner import BlockTables, Chosen, HitPlan, SavePlan, SaveProgress
 from tierkv.reach import AUTO, Policy, PolicyKind
 
-__all__ = ["Agree", "Command", "Hit", "Ledger", "Rotate", "Submit"]
+__all__ = ["Agree", "Command", "Hit", "Ledger", "Miss", "Rotate", "Submit"]
 
 _SHRINK_TRIES = 3
 """How often a hit is shortened to what the arena can take in before it is given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """Answer to a lookup.
-
-    tokens: the boundary at which the hit ends; 0, or no more than the local tokens, for a miss.
-    pending: the blocks are on their way for somebody else; ask again later.
-    tier_tokens: tokens from the first block that must be read from the storage tier to the end.
-    """
-
-    tokens: int
-    pending: bool = False
-    tier_tokens: int = 0
-
-
-MISS = Hit(0)
 
 
 @dataclass(slots=True)
@@ -146,7 +129,7 @@ class Ledger:
                 max_boundary=limit,
             )
             if plan.tokens <= local_tokens:
-                break
+                return self._miss(request, known_tokens, shrunk=limit is not None)
             if plan.pending:
                 return self._pending(request, plan)
             fits = self._promise(request, plan, local_tokens)
@@ -157,8 +140,7 @@ class Ledger:
                 return self._pending(request, plan)
             unit = self.layout.alignment_tokens
             limit = local_tokens + int((plan.tokens - local_tokens) * fits * 0.9) // unit * unit
-        request.pending_since = None
-        return MISS
+        return self._miss(request, known_tokens, shrunk=True)
 
     def begin_load(self, owner: str, block_ids: BlockTables) -> Move:
         """Turn the owner's promise into a move into these engine blocks.
@@ -418,6 +400,13 @@ class Ledger:
                 self._books.counters["promises_expired"] += 1
             self._promises.popleft()
 
+    def _miss(self, request: _Request, known_tokens: int, *, shrunk: bool) -> Hit:
+        request.pending_since = None
+        if known_tokens < planner.min_known_tokens(self.layout):
+            self._books.counters["short_lookups"] += 1
+            return Hit(0, miss=Miss.SHORT)
+        return Hit(0, miss=Miss.NO_ROOM if shrunk else Miss.ABSENT)
+
     def _pending(self, request: _Request, plan: HitPlan) -> Hit:
         now = self._books.clock()
         if request.pending_since is None:
@@ -425,7 +414,7 @@ class Ledger:
         if now - request.pending_since > self._pending_s:
             request.pending_since = None
             self._books.counters["pending_given_up"] += 1
-            return MISS
+            return Hit(0, miss=Miss.WAITED)
         return Hit(plan.tokens, pending=True)
 
     def _tier_tokens(self, plan: HitPlan, local_tokens: int) -> int:

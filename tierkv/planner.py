@@ -157,6 +157,11 @@ def plan_hit(
     )
 
 
+def min_known_tokens(layout: Layout) -> int:
+    """Tokens below which a prompt can have no hit: the alignment and what must follow a hit."""
+    return layout.alignment_tokens + max(1, reach.lookahead_tokens(layout))
+
+
 def load_ranges(layout: Layout, tokens: int, local_tokens: int = 0) -> list[tuple[int, int, int]]:
     """(group, first, end) of the blocks that a hit at `tokens` copies into the engine.
 
