@@ -33,6 +33,7 @@ class LocalStorage:
         self._mover = Mover(backend, arena, config, self._emit)
         self._refreshing: asyncio.Task[None] | None = None
         self._refreshed_at = 0.0
+        self._closed = False
 
     @classmethod
     async def open(cls, config: StorageConfig, arena: Arena, *, epoch: int = 0) -> Self:
@@ -76,13 +77,14 @@ class LocalStorage:
         """
         now = self._loop.time()
         idle = self._refreshing is None or self._refreshing.done()
-        if idle and now - self._refreshed_at >= USAGE_AGE_S:
+        if idle and not self._closed and now - self._refreshed_at >= USAGE_AGE_S:
             self._refreshed_at = now
             self._refreshing = self._loop.create_task(self._mover.refresh_usage())
         return self._mover.stats()
 
     async def aclose(self, *, deadline_s: float = 10.0) -> bool:
         """Let moves in flight end, then close the tier; see `Mover.close`. Last events remain."""
+        self._closed = True
         if self._refreshing is not None:
             self._refreshing.cancel()
         return await self._mover.close(deadline_s=deadline_s)

@@ -220,8 +220,8 @@ class Mover:
         }
 
     async def refresh_usage(self) -> None:
-        """Ask the backend what it holds, for `stats`."""
-        if self._tier is not None:
+        """Ask the backend what it holds, for `stats`; not any more while it closes."""
+        if self._tier is not None and not self._closing:
             await self._tier.refresh_usage()
 
     # One move. --------------------------------------------------------------------------------

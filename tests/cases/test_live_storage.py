@@ -22,7 +22,7 @@ FAILED, TIMED_OUT = Outcome.FAILED, Outcome.TIMED_OUT
 
 async def test_case_072_a_read_that_never_ends_is_a_miss_and_other_keys_are_still_served() -> None:
     backend = SlowBackend(MemoryBackend(), stubborn=True)
-    async with Desk.opened(backend, read_timeout_s=0.05) as desk:
+    async with Desk.opened(backend, read_timeout_s=0.3) as desk:
         await desk.run(SAVE, [0, 1, 2])
         backend.hold("read")
         hung = desk.submit(LOAD, [0], slot=8)

@@ -37,7 +37,7 @@ async def test_case_096_a_block_of_a_slow_group_is_never_done_before_it_is_there
 ) -> None:
     monkeypatch.setattr("tierkv.mover.BATCH_BYTES", 1)  # a batch a block, so groups go apart
     backend = SlowGroup()
-    async with Desk.opened(backend, read_timeout_s=0.05) as desk:
+    async with Desk.opened(backend, read_timeout_s=0.3) as desk:
         await desk.run(SAVE, [0, 1, 2])
         # One move, one answer: nothing is reported of group 0 while group 1 is on its way.
         assert await desk.run(LOAD, [0, 1, 2], slot=8) == [DONE, TIMED_OUT, DONE]
@@ -76,7 +76,7 @@ async def test_case_097_two_batches_share_a_block_and_the_end_of_one_leaves_the_
 
 async def test_case_098_a_slot_is_not_given_back_while_a_thread_may_write_to_it() -> None:
     backend = SlowBackend(MemoryBackend(), stubborn=True)
-    async with Desk.opened(backend, read_timeout_s=0.05) as desk:
+    async with Desk.opened(backend, read_timeout_s=0.3) as desk:
         await desk.run(SAVE, [0])
         backend.hold("read")
         late = desk.submit(LOAD, [0], slot=8)

@@ -137,6 +137,17 @@ async def test_stats_are_json_and_a_port_is_a_port(arena: Arena) -> None:
         assert stats["done_save_blocks"] == 0
 
 
+async def test_stats_after_closing_ask_nobody(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with await LocalStorage.open(CONFIG, arena) as storage:
+        storage.submit(move(MoveKind.SAVE, 1, range(2)))
+    tasks = asyncio.all_tasks()
+    assert storage.stats()["done_save_blocks"] == 2
+    assert asyncio.all_tasks() == tasks
+    assert caplog.records == []
+
+
 async def test_its_loop_is_never_blocked(arena: Arena, blockbuster: None) -> None:
     async with await LocalStorage.open(CONFIG, arena) as storage:
         awake = asyncio.Event()

@@ -162,23 +162,26 @@ async def test_a_move_that_never_got_its_turn_ends_released_and_never_begins(
 ) -> None:
     backend = FaultyBackend(MemoryBackend())
     desk = await open_desk(
-        backend, read_timeout_s=0.02, write_timeout_s=0.02, read_bytes_in_flight=1
+        backend,
+        read_timeout_s=0.02,
+        write_timeout_s=0.02,
+        read_bytes_in_flight=1,
+        write_bytes_in_flight=1,
     )
-    async with desk.mover._sched.grant(Lane.LOAD, 1):
-        waiting_load = desk.submit(LOAD, [1], slot=8)  # no save starts while it waits
-        move_id = desk.submit(kind, [2], slot=9) if kind is SAVE else waiting_load
-        done = await desk.event(MoveDone, lambda e: e.move_id == move_id)
+    async with desk.mover._sched.grant(Lane.SAVE if kind is SAVE else Lane.LOAD, 1):
+        desk.submit(kind, [2], slot=9)
+        done = await desk.event(MoveDone)
         assert done.released
         assert done.outcomes.tolist() == [answer]
-    assert await desk.run(LOAD, [3], slot=9) == [MISSING]
-    assert (backend.calls["read"], backend.calls["write"]) == (1, 0)
+    await asyncio.sleep(0)
+    assert (backend.calls["read"], backend.calls["write"]) == (0, 0)
 
 
 @pytest.mark.parametrize("step", ["seal_sync", "verify_sync"])
 async def test_a_checksum_thread_that_still_reads_keeps_the_slots(
     open_desk: Any, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    desk = await open_desk(read_timeout_s=0.02, write_timeout_s=0.02)
+    desk = await open_desk(read_timeout_s=0.3, write_timeout_s=0.3)
     await desk.run(SAVE, [1])
     gate = threading.Event()
     right = getattr(record, step)
@@ -204,7 +207,7 @@ async def test_what_was_done_before_the_deadline_stays_done(
 ) -> None:
     monkeypatch.setattr("tierkv.mover.BATCH_BYTES", 1)
     backend = SlowBackend(MemoryBackend(), stubborn=True)
-    desk = await open_desk(backend, read_timeout_s=0.05, read_bytes_in_flight=1)
+    desk = await open_desk(backend, read_timeout_s=0.3, read_bytes_in_flight=1)
     await desk.run(SAVE, [1, 2])
     gate = asyncio.Event()
     inner = backend.inner.read

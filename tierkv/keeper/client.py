@@ -126,6 +126,7 @@ class KeeperClient:
         if epoch <= self._epoch:
             return
         self._epoch = epoch
+        self._rotated_at = time.monotonic()
         if self._state in (_State.OPEN, _State.STARTING):
             self._process.send(("rotate", epoch))
             self._arm()
@@ -261,7 +262,7 @@ class KeeperClient:
                 "open",
                 msgspec.to_builtins(self._config, builtin_types=(bytes,)),
                 self._epoch,
-                self._served_epoch != self._epoch,
+                self._rotating,
                 1 + self._lives * _RETIRE_IDS_PER_LIFE,
                 logging.getLogger("tierkv").getEffectiveLevel(),
             )
@@ -324,12 +325,17 @@ class KeeperClient:
         self._events.append(event)
 
     @property
+    def _rotating(self) -> bool:
+        """Whether the store may still hold what a rotation made void."""
+        return self._served_epoch != self._epoch
+
+    @property
     def _owing(self) -> bool:
         """Whether the keeper owes an answer."""
         return (
             bool(self._moves)
             or self._state is _State.STARTING
-            or self._served_epoch != self._epoch
+            or self._rotating
             or self._ping_sent_at is not None
         )
 
@@ -348,13 +354,16 @@ class KeeperClient:
         elif now - self._spoke_at > limit_s / 5:
             self._ping_sent_at = now
             self._process.send(("ping", 0))
-            if any(now > submitted + self._bound_s(m) for m, submitted in self._moves.values()):
+            if any(now > at + self._bound_s(move.kind) for move, at in self._moves.values()):
                 self._hang("overran every deadline of a move")
+            elif self._rotating and now > self._rotated_at + self._bound_s(MoveKind.SAVE):
+                # A hung call keeps it from forgetting; the next keeper forgets first of all.
+                self._hang("did not finish a rotation")
 
-    def _bound_s(self, move: Move) -> float:
+    def _bound_s(self, kind: MoveKind) -> float:
         """When a mover that works has answered: its turn and its deadline, and some air."""
         config = self._config
-        loading = move.kind is MoveKind.LOAD
+        loading = kind is MoveKind.LOAD
         timeout_s = config.read_timeout_s if loading else config.write_timeout_s
         return 2 * timeout_s + config.hang_timeout_s
 
