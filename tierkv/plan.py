@@ -26,8 +26,10 @@ def plan_prompt(
     All bytes are payload (padding and media overhead excluded). `blocks` and `all_blocks_bytes`
     count every whole block that the prompt makes, reusable or not. `hit_tokens_resend` is the hit
     of the same prompt again, `hit_tokens_longer` that of a longer one that begins with it, both
-    with only the stored blocks present. `sessions`, with `capacity_bytes`: how many such prompts,
-    sharing nothing, fit; null where nothing of them is stored. `notes`: what a reader should know.
+    with only the stored blocks present. `lost_tokens_at_most`: by how much a hit of a prompt that
+    branches off may be shorter than under `dense`; null where nothing bounds it. `sessions`, with
+    `capacity_bytes`: how many such prompts, sharing nothing, fit; null where nothing of them is
+    stored. `notes`: what a reader should know.
 
     Raises `ConfigError` for fewer than 1 token or an unknown policy.
     """
@@ -53,6 +55,7 @@ def plan_prompt(
         "bytes_per_token": stored / tokens,
         "hit_tokens_resend": reach.longest_hit(layout, tokens, present),
         "hit_tokens_longer": reach.longest_hit(layout, longer, present),
+        "lost_tokens_at_most": reach.lost_tokens_at_most(layout, policy),
         "notes": _notes(layout),
     }
     if capacity_bytes is not None:

@@ -266,6 +266,7 @@ class _Tables:
             self.producible(progress.last_state, produced, ready, known_tokens),
             junctions=progress.junctions,
             end_tokens=progress.end_tokens,
+            previous=0,  # what was offered is known block by block
         )
         fresh = [_from(ranges, start) for ranges, start in zip(kept, next_block, strict=True)]
         ends = [int(n[-1]) + 1 if len(n) else b for n, b in zip(fresh, next_block, strict=True)]

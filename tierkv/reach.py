@@ -286,6 +286,7 @@ def keep_between(
     *,
     junctions: Iterable[int] = (),
     end_tokens: int | None = None,
+    previous: int | None = None,
 ) -> list[Ranges]:
     """What a step that computed tokens `[after_tokens, upto_tokens)` adds to `keep`.
 
@@ -295,6 +296,9 @@ def keep_between(
     of any cut into steps `0 = t0 <= t1 <= ... = known_tokens` are disjoint, and their union is
     `keep(layout, policy, known_tokens, ...)`. Where `known_tokens` grew between two calls (decode),
     blocks may come again but none is missed.
+
+    previous: the last boundary that earlier steps kept, where that is known better than from the
+        same arguments; 0: leave nothing out.
 
     Count as computed only tokens that are final: not the drafted ones that may be taken back.
     """
@@ -306,9 +310,9 @@ def keep_between(
     )
     ready = at + ahead
     new = at[(ready > after_tokens) & (ready <= upto_tokens)]
-    old = at[ready <= after_tokens]
-    # `need` moves only forward with the boundary, so the last old one bounds them all.
-    previous = int(old[-1]) if len(old) else 0
+    if previous is None:
+        # `need` moves only forward with the boundary, so the last old one bounds them all.
+        previous = max(at[ready <= after_tokens].tolist(), default=0)
     return [_without_before(_union(row, new), row, previous) for row in _rows(layout)]
 
 

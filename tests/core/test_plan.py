@@ -51,7 +51,9 @@ def test_the_seed_example_in_numbers() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 200), st.sampled_from(["auto:32", "dense", "end", "interval:48"]), st.booleans())
+@given(
+    st.integers(1, 200), st.sampled_from(["auto:32", "dense", "end", "interval:48"]), st.booleans()
+)
 def test_the_hits_of_a_plan_agree_with_the_law(tokens: int, policy: str, draft: bool) -> None:
     layout = Layout((full(16, draft=draft), swa(8, 20), mamba(16), scratch(4)))
     oracle = Oracle.of(layout)

@@ -68,6 +68,44 @@ def test_swa_alignment_skip() -> None:
     assert kept[1].tolist() == [[2, 4], [6, 8], [10, 12], [14, 16]]
 
 
+@pytest.mark.parametrize(
+    ("groups", "per_segment", "kept"),
+    [
+        ((full(256), full(64, "small"), swa(64, 128)), 4, [[2, 4], [6, 8], [10, 12], [14, 16]]),
+        ((full(512), full(256, "small"), swa(64, 128)), 8, [[6, 8], [14, 16]]),
+        ((full(512), swa(64, 129)), 8, [[6, 8], [14, 16]]),
+        ((full(512), swa(64, 130)), 8, [[5, 8], [13, 16]]),
+        ((full(512), swa(64, 450)), 8, [[0, 16]]),
+        ((full(256), swa(256, 128)), 1, [[0, 4]]),
+        ((full(256), swa(256, 1)), 1, []),
+        ((full(256), swa(64, 128, draft=True)), 4, [[2, 5], [6, 9], [10, 13]]),
+    ],
+)
+def test_swa_alignment_skip_in_other_tables(
+    groups: tuple[Group, ...], per_segment: int, kept: list[list[int]]
+) -> None:
+    layout, window = Layout(groups), len(groups) - 1
+    assert reach.alignment_block_count(layout, window) == per_segment
+    assert reach.keep(layout, reach.DENSE, 1024)[window].tolist() == kept
+
+
+def test_block_sizes_that_do_not_divide_each_other() -> None:
+    odd = Layout((full(3584), swa(1000, 2500)))
+    step = odd.alignment_tokens
+    assert (step, odd.hash_block_tokens) == (448_000, 8)
+    kept = reach.keep(odd, reach.DENSE, 2 * step + 5)
+    assert kept[0].tolist() == [[0, 250]]
+    assert kept[1].tolist() == [[445, 448], [893, 896]]
+    three = Layout((full(3584), swa(64, 128), compressor(4, 4, 8)))
+    assert (three.alignment_tokens, three.hash_block_tokens) == (3584, 4)
+    kept = reach.keep(three, reach.DENSE, 2 * 3584)
+    assert [k.tolist() for k in kept] == [
+        [[0, 2]],
+        [[54, 56], [110, 112]],
+        [[895, 896], [1791, 1792]],
+    ]
+
+
 @pytest.mark.parametrize("other", [swa(64, 257), swa(256, 128), swa(64, 1000)])
 def test_a_window_that_covers_the_segment_skips_nothing(other: Group) -> None:
     layout = Layout((full(256), other))

@@ -7,21 +7,25 @@ boundaries the policy keeps. Nothing is wasted: without any one stored block som
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.core.oracle import Block, Oracle
+from tests.core.scale import examples
 from tierkv import reach
 from tierkv.layout import Group, GroupKind, Layout
 
-SIZES = (1, 2, 3, 4, 6, 8)
+SIZES = (1, 2, 3, 4, 5, 6, 8)
+SIZES_TOGETHER = ((1, 2, 4, 8), (1, 2, 3, 6), (2, 3, 4), (3, 4, 6, 8), (1, 2, 5), (4, 5, 8))
+MAX_ALIGNMENT = 40  # larger ones are tried by example: the oracle counts tokens one by one
 KINDS = [str(k) for k in GroupKind]
 
 
 @st.composite
-def groups(draw: st.DrawFn, index: int) -> Group:
+def groups(draw: st.DrawFn, index: int, sizes: tuple[int, ...] = SIZES) -> Group:
     kind = GroupKind(draw(st.sampled_from(KINDS)))
     geometry: dict[str, int] = {}
     if kind is GroupKind.SLIDING_WINDOW:
@@ -37,7 +41,7 @@ def groups(draw: st.DrawFn, index: int) -> Group:
     return Group(
         name=f"g{index}",
         kind=kind,
-        block_tokens=draw(st.sampled_from(SIZES)),
+        block_tokens=draw(st.sampled_from(sizes)),
         block_bytes=1,
         draft=draw(st.sampled_from((False, False, True))),
         **geometry,
@@ -76,6 +80,8 @@ def blocks_of(ranges: list[reach.Ranges]) -> set[Block]:
 def make_layout(drawn: list[Group]) -> Layout:
     if all(g.kind is GroupKind.SCRATCH for g in drawn):
         drawn = [Group(name="f", kind=GroupKind.FULL, block_tokens=4, block_bytes=1), *drawn]
+    sizes = [g.block_tokens for g in drawn if g.reusable]
+    assume(math.lcm(*sizes) <= MAX_ALIGNMENT)
     return Layout(tuple(drawn))
 
 
@@ -84,7 +90,8 @@ def worlds(
     draw: st.DrawFn, policies: tuple[str, ...] = ("dense", "end", "interval", "auto")
 ) -> World:
     count = draw(st.integers(1, 9))
-    layout = make_layout([draw(groups(i)) for i in range(count)])
+    sizes = draw(st.sampled_from(SIZES_TOGETHER))
+    layout = make_layout([draw(groups(i, sizes)) for i in range(count)])
     step = layout.alignment_tokens
     known = draw(st.integers(1, 4 * step + 3))
     policy = draw(st.sampled_from(policies))
@@ -121,7 +128,7 @@ def our_hit(layout: Layout, known: int, present: set[Block], local: int = 0) -> 
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(700), deadline=None)
 @given(worlds())
 def test_stored_blocks_give_the_hits_that_everything_gives(world: World) -> None:
     oracle = world.oracle
@@ -142,7 +149,7 @@ def test_stored_blocks_give_the_hits_that_everything_gives(world: World) -> None
         assert ours >= max((b for b in promised if oracle.need(b) <= could), default=0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(worlds())
 def test_without_any_stored_block_some_hit_is_shorter(world: World) -> None:
     oracle, stored = world.oracle, world.stored()
@@ -157,7 +164,7 @@ def test_without_any_stored_block_some_hit_is_shorter(world: World) -> None:
         ), f"{block} is stored for nothing"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(worlds(), st.data())
 def test_any_cut_into_steps_stores_the_same_blocks_each_once(
     world: World, data: st.DataObject
@@ -184,7 +191,7 @@ def test_any_cut_into_steps_stores_the_same_blocks_each_once(
     assert seen == world.stored()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(worlds(("dense",)), st.data())
 def test_decoding_step_by_step_stores_what_the_whole_text_would(
     world: World, data: st.DataObject
@@ -199,7 +206,7 @@ def test_decoding_step_by_step_stores_what_the_whole_text_would(
     assert seen == blocks_of(whole)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(worlds(), st.data())
 def test_what_the_engine_holds_itself_counts_as_present(world: World, data: st.DataObject) -> None:
     everything = sorted(world.oracle.everything(world.known, world.produced))
@@ -218,7 +225,7 @@ def test_what_the_engine_holds_itself_counts_as_present(world: World, data: st.D
             assert {i for _, i in moved} == read - held
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(worlds())
 def test_no_hit_passes_the_boundary_it_was_given(world: World) -> None:
     present = world.oracle.everything(world.known)

@@ -34,6 +34,10 @@ def plan(
         str | None,
         typer.Option("--capacity", help="Also say how many such prompts fit.", metavar="SIZE"),
     ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", help="Also draw it into a file (extra: plot).", metavar="F"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what would be kept of a prompt, group by group, and what hits that gives."""
@@ -48,7 +52,24 @@ def plan(
             model=model if layout is None else str(layout),
             capacity_bytes=None if capacity is None else parse_size(capacity, "--capacity"),
         )
+        if png is not None:
+            _draw(answer, png)
         screen.show(answer, lambda: _picture(answer))
+
+
+def _draw(answer: Mapping[str, Any], path: Path) -> None:
+    from tierkv.errors import ConfigError
+
+    try:
+        from tierkv.cli.picture import draw_plan
+    except ModuleNotFoundError as exc:
+        raise ConfigError(
+            f"--png: {exc.name} is not installed; pip install 'tierkv[plot]'"
+        ) from exc
+    try:
+        draw_plan(answer, path)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--png {path}: {exc}") from exc
 
 
 def _layout(model: str | None, path: Path | None) -> Layout:
@@ -91,6 +112,9 @@ def _sums(answer: Mapping[str, Any]) -> list[str]:
         f"hit: {answer['hit_tokens_resend']:,} tokens when the same prompt comes again, "
         f"{answer['hit_tokens_longer']:,} when a longer one begins with it",
     ]
+    lost = answer["lost_tokens_at_most"]
+    if lost:
+        lines.append(f"a prompt that branches off loses at most {lost:,} tokens of a hit")
     if "sessions" in answer:
         fit = answer["sessions"]
         many = "any number" if fit is None else f"{fit:,}"

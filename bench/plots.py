@@ -1,0 +1,51 @@
+"""Curves of benchmarks, drawn with matplotlib (extra ``plot``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+
+def draw_tradeoff(path: Path, title: str, runs: Sequence[dict[str, Any]]) -> None:
+    """Hit tokens against bytes stored per token, one point a policy."""
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=150)
+    try:
+        points = sorted((r["bytes_per_token"] / 1024, r["hit_fraction_of_dense"]) for r in runs)
+        axes.plot(*zip(*points, strict=True), color="#cccccc", linewidth=1, zorder=1)
+        for run in runs:
+            x, y = run["bytes_per_token"] / 1024, run["hit_fraction_of_dense"]
+            color = "#d1813a" if run["policy"] == "auto" else "#3b6ea8"
+            axes.scatter([x], [y], color=color, zorder=2)
+            axes.annotate(run["policy"], (x, y), (6, -11), textcoords="offset points", fontsize=8)
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        axes.set_xlabel("KiB stored per reusable token")
+        axes.set_ylabel("hit tokens, as a share of dense")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+        axes.set_title(title, loc="left", fontsize=10)
+        figure.tight_layout()
+        figure.savefig(path)
+    finally:
+        plt.close(figure)
+
+
+def draw_growth(path: Path, title: str, series: dict[str, list[tuple[int, float]]]) -> None:
+    """Milliseconds against tokens, both logarithmic, one line a name."""
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=150)
+    try:
+        for name, points in series.items():
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("milliseconds (median)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        axes.set_title(title, loc="left", fontsize=10)
+        figure.tight_layout()
+        figure.savefig(path)
+    finally:
+        plt.close(figure)
