@@ -55,6 +55,11 @@ class Spinner:
             count += 1
         self.rate = count / (time.perf_counter() - start)
 
+    def cpu_s(self) -> float:
+        """CPU seconds that the thread took so far; it must be running."""
+        ident = self._thread.ident
+        return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
+
     def __enter__(self) -> Spinner:
         self._thread.start()
         return self

@@ -1,0 +1,320 @@
+"""The disk tier beside what else there is, and beside the disk itself, in one run.
+
+``python -m bench.disk_tier --dir /mnt/kv --block-bytes 64KiB --engines tierkv,vllm-fs,raw``
+
+Every engine moves the same blocks from and to the same arena: writes, cold reads, both at once.
+Rounds are interleaved, engine by engine, so that drift of the machine hits all alike; values are
+medians of the rounds, latencies those of whole jobs over all rounds. Every block that was read is
+compared with what was written. Before the first round each engine fills its share of the disk, so
+that space is used again from then on, as it is in a store that has run for a while.
+
+Engines: ``tierkv`` (in process), ``tierkv-nosum`` (without checksums, to see what they cost),
+``tierkv-keeper`` (in a process of its own), ``files`` and ``aiofiles`` (a file per block, renamed
+into place), ``vllm-fs`` (vLLM's own tier; run this with the interpreter that has vLLM), ``raw``
+(the disk's limit for 2 MiB vectored direct I/O). Buffered engines are synced inside the clock.
+
+``--block-bytes`` and ``--jobs`` take lists and are swept. ``--gil-load`` adds a thread that spins
+in Python in this process. ``--png`` draws the curves; ``--draw FILE`` draws those of earlier JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.progress import Progress
+
+from bench import disk_report
+from bench.disk_engines import ENGINES, Engine, Job, Setup
+from bench.gil import Spinner
+from tierkv.blocks import HASH_BYTES
+from tierkv.pinned import Arena
+from tierkv.urls import parse_size
+
+JOB_BYTES: Final = 8 << 20
+KINDS: Final = ("write", "read", "mixed")
+_DROP_CACHES: Final = Path("/proc/sys/vm/drop_caches")
+_SETS_ON_DISK: Final = 3
+
+
+class Payload:
+    """The arena and a copy of what ought to be in it."""
+
+    def __init__(self, arena: Arena, block_bytes: int) -> None:
+        self._slots = np.frombuffer(arena.view, np.uint8).reshape(-1, block_bytes)
+        self._right = np.frombuffer(os.urandom(1 << 20), np.uint8)
+        self._right = np.resize(self._right, self._slots.size).reshape(self._slots.shape)
+
+    def fill(self, set_number: int) -> None:
+        """Blocks of a set: no two alike, and none like one of another set."""
+        stamps = np.stack([np.arange(len(self._right)), np.full(len(self._right), set_number)], 1)
+        self._right[:, :16] = np.ascontiguousarray(stamps, np.int64).view(np.uint8)
+        self._slots[:] = self._right
+
+    def wipe(self, first: int = 0) -> None:
+        """Zero the slots from `first` on, so that only a real read makes them right."""
+        self._slots[first:] = 0
+
+    def wrong(self, first: int = 0) -> int:
+        """How many blocks from `first` on are not what they ought to be."""
+        return int((self._slots[first:] != self._right[first:]).any(axis=1).sum())
+
+
+@dataclass(slots=True)
+class Samples:
+    """What one engine showed. Lists have an entry a round."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    cpu_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    job_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    lookups_per_s: list[float] = field(default_factory=list)
+    wrong_blocks: int = 0
+    modes: dict[str, str] = field(default_factory=dict)
+
+    def summary(self, setup: Setup) -> dict[str, Any]:
+        """The JSON of one engine."""
+        gb = setup.blocks * setup.block_bytes / 1e9
+        kinds = {}
+        for kind in KINDS:
+            seconds, cpu_s = (statistics.median(s[kind]) for s in (self.seconds, self.cpu_s))
+            p50_s, p99_s = np.percentile(self.job_s[kind], (50, 99))
+            kinds[kind] = {
+                "gb_per_s": round(gb / seconds, 3),
+                "blocks_per_s": round(setup.blocks / seconds),
+                "cpu_s_per_gb": round(cpu_s / gb, 4),
+                "p50_ms": round(p50_s * 1e3, 3),
+                "p99_ms": round(p99_s * 1e3, 3),
+            }
+        return {
+            **kinds,
+            "lookups_per_s": round(statistics.median(self.lookups_per_s)),
+            "wrong_blocks": self.wrong_blocks,
+            "modes": self.modes,
+        }
+
+
+class Lap:
+    """One engine in one configuration, round after round."""
+
+    def __init__(self, engine: Engine, payload: Payload, *, gil_load: bool) -> None:
+        self.engine = engine
+        self.samples = Samples()
+        self._payload = payload
+        self._gil_load = gil_load
+        self._sets: list[bytes] = []
+        self._count = 0
+        self._per_job = max(JOB_BYTES // engine.setup.block_bytes, 1)
+
+    async def fill_disk(self) -> None:
+        """Write until old sets have to go."""
+        self._payload.fill(0)
+        for _ in range(self.engine.setup.sets + 1):
+            await self._run(self._jobs(True, self._next_set()), Samples(), "write")
+
+    async def round(self, *, drop: bool) -> None:
+        """Write a set, read it back, then read half of it while half of another is written."""
+        blocks, samples = self.engine.setup.blocks, self.samples
+        hashes = self._next_set()
+        self._payload.fill(self._count)
+        await self._run(self._jobs(True, hashes), samples, "write")
+        self._payload.wipe()
+        if drop:
+            await asyncio.to_thread(drop_page_cache_sync)
+        await self._run(self._jobs(False, hashes), samples, "read")
+        samples.wrong_blocks += self._payload.wrong()
+        await self._look_up(hashes)
+        half = blocks // 2
+        if drop:
+            await asyncio.to_thread(drop_page_cache_sync)
+        self._payload.wipe(half)
+        loads = [job for job in self._jobs(False, hashes) if job.first >= half]
+        saves = [job for job in self._jobs(True, self._next_set()) if job.first < half]
+        both = [job for pair in zip(loads, saves, strict=False) for job in pair]
+        await self._run([*both, *loads[len(saves) :], *saves[len(loads) :]], samples, "mixed")
+        samples.wrong_blocks += self._payload.wrong(half)
+        samples.modes = self.engine.modes()
+
+    def _next_set(self) -> bytes:
+        self._count += 1
+        self._sets.append(os.urandom(self.engine.setup.blocks * HASH_BYTES))
+        if len(self._sets) > self.engine.setup.sets:
+            self.engine.forget(self._sets.pop(0))
+        return self._sets[-1]
+
+    def _jobs(self, save: bool, hashes: bytes) -> list[Job]:
+        """Jobs for a whole set. A cut in the middle lets `mixed` split it."""
+        number = self._count
+        half = self.engine.setup.blocks // 2
+        edges = sorted({*range(0, half, self._per_job), *range(half, 2 * half, self._per_job)})
+        step = HASH_BYTES
+        return [
+            Job(save, number, a, hashes[a * step : b * step])
+            for a, b in zip(edges, [*edges[1:], 2 * half], strict=True)
+        ]
+
+    async def _run(self, jobs: Sequence[Job], samples: Samples, kind: str) -> None:
+        """All jobs, so many at a time, with clocks around."""
+        left = iter(jobs)
+
+        async def work() -> None:
+            for job in left:
+                began = time.perf_counter()
+                await self.engine.move(job)
+                samples.job_s[kind].append(time.perf_counter() - began)
+
+        spinner = Spinner() if self._gil_load else None
+        with spinner or contextlib.nullcontext(), self.engine.measured():
+            spun_s = spinner.cpu_s() if spinner else 0.0
+            cpu_s, began = self.engine.cpu_s(), time.perf_counter()
+            await asyncio.gather(*(work() for _ in range(self.engine.setup.jobs)))
+            if self.engine.buffered and kind != "read":
+                await asyncio.to_thread(os.sync)
+            seconds = time.perf_counter() - began
+            cpu_s = self.engine.cpu_s() - cpu_s
+            cpu_s -= spinner.cpu_s() - spun_s if spinner else 0.0
+        samples.seconds[kind].append(seconds)
+        samples.cpu_s[kind].append(cpu_s)
+
+    async def _look_up(self, hashes: bytes) -> None:
+        began = time.perf_counter()
+        found = await self.engine.find(hashes)
+        seconds = time.perf_counter() - began
+        self.samples.lookups_per_s.append(found / seconds)
+
+
+def drop_page_cache_sync() -> None:
+    """Have the kernel forget clean file pages; those of other programs as well."""
+    _DROP_CACHES.write_text("1")
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine called `name`; vLLM is imported only where it is asked for."""
+    if name == "vllm-fs":
+        from bench.vllm_fs import VllmFsEngine
+
+        return VllmFsEngine
+    return ENGINES[name]
+
+
+async def measure(
+    args: argparse.Namespace, folder: Path, block_bytes: int, jobs: int, progress: Progress
+) -> dict[str, Any]:
+    """All engines at one block size and number of jobs."""
+    blocks = (args.blocks or max(args.set_bytes // block_bytes, 2)) // 2 * 2
+    label = f"{block_bytes >> 10} KiB, {jobs} jobs"
+    task = progress.add_task(label, total=len(args.engines) * (args.rounds + 1))
+    async with contextlib.AsyncExitStack() as stack:
+        arena = stack.enter_context(Arena.create(blocks * block_bytes, prefault=True))
+        payload = Payload(arena, block_bytes)
+        laps = []
+        for name in args.engines:
+            directory = folder / f"{name}-{block_bytes}-{jobs}"
+            directory.mkdir()
+            stack.callback(shutil.rmtree, directory)
+            setup = Setup(directory, arena, block_bytes, blocks, jobs, _SETS_ON_DISK)
+            engine = engine_class(name)(setup)
+            await engine.open()
+            stack.push_async_callback(engine.close)
+            laps.append(Lap(engine, payload, gil_load=args.gil_load))
+            await laps[-1].fill_disk()
+            progress.advance(task)
+        for number in range(args.rounds):
+            turn = number % len(laps)
+            for lap in laps[turn:] + laps[:turn]:
+                await lap.round(drop=args.drop)
+                progress.advance(task)
+        engines = {lap.engine.name: lap.samples.summary(lap.engine.setup) for lap in laps}
+    return {"block_bytes": block_bytes, "jobs": jobs, "blocks": blocks, "engines": engines}
+
+
+def _sizes(text: str) -> list[int]:
+    return [parse_size(size, "--block-bytes") for size in text.split(",")]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Options, with lists split and defaults filled in."""
+    parser = argparse.ArgumentParser(prog="bench.disk_tier", description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where to write")
+    parser.add_argument("--block-bytes", type=_sizes, default="64KiB", help="like 64KiB,1MiB")
+    parser.add_argument("--blocks", type=int, help="per set (default: 256 MiB of them)")
+    parser.add_argument("--jobs", default="8", help="moves side by side, like 1,8")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", help="like tierkv,raw (default: all that are installed)")
+    parser.add_argument("--gil-load", action="store_true", help="beside a thread that spins")
+    parser.add_argument("--warm", action="store_true", help="leave the page cache alone")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file as well")
+    parser.add_argument("--png", type=Path, help="draw the curves over block sizes")
+    parser.add_argument("--draw", type=Path, help="measure nothing: draw this JSON file to --png")
+    args = parser.parse_args(argv)
+    known = [*ENGINES, *(["vllm-fs"] if find_spec("vllm") else [])]
+    args.engines = args.engines.split(",") if args.engines else known
+    if unknown := [name for name in args.engines if name not in known]:
+        parser.error(f"not an engine here: {', '.join(unknown)}; write some of {', '.join(known)}")
+    args.jobs = [int(n) for n in args.jobs.split(",")]
+    args.set_bytes = 256 << 20
+    args.drop = not args.warm and os.access(_DROP_CACHES, os.W_OK)
+    return args
+
+
+async def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Every block size with every number of jobs."""
+    with Progress(console=disk_report.stderr(), transient=True) as progress:
+        return [
+            await measure(args, folder, block_bytes, jobs, progress)
+            for block_bytes in args.block_bytes
+            for jobs in args.jobs
+        ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, draw; the exit status is 1 where a block was read wrong."""
+    args = parse(argv)
+    if args.draw:
+        disk_report.draw(json.loads(args.draw.read_text()), args.png)
+        return 0
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="tierkv-bench-") as folder:
+        machine = disk_report.machine(Path(folder))
+        runs = asyncio.run(run(args, Path(folder)))
+    report = {
+        # One run is the usual case, so its engines stand at the top as well.
+        "engines": runs[0]["engines"],
+        "runs": runs,
+        "rounds": args.rounds,
+        "job_bytes": JOB_BYTES,
+        "gil_load": args.gil_load,
+        "page_cache_dropped": args.drop,
+        "machine": machine,
+    }
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.json:
+        print(json.dumps(report))
+    else:
+        disk_report.show(report)
+    if args.png:
+        disk_report.draw(report, args.png)
+    wrong = sum(e["wrong_blocks"] for r in runs for e in r["engines"].values())
+    if wrong:
+        print(f"{wrong} blocks were read wrong", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
