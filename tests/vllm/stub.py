@@ -32,6 +32,7 @@ from tierkv.connectors.vllm.wire import StepMetadata
 from tierkv.connectors.vllm.worker import WorkerSide
 from tierkv.device import Pages
 from tierkv.pinned import Arena
+from tierkv.reach import DENSE
 from tierkv.storage import StorageConfig
 
 BLOCK = 16
@@ -158,7 +159,7 @@ class Stub:
 
     def __init__(self, *specs: Any, pinned: int = 1 << 20, **options: Any) -> None:
         self.config = engine_config(*(specs or (full_spec(),)))
-        self.options = Options(pinned=pinned, **options)
+        self.options = Options(**{"pinned": pinned, "policy": DENSE, **options})
         layout = engine_layout(self.config, worker_block_bytes(self.config))
         self.caches = caches(self.config)
         pages = Pages(layout, worker_pages(self.config, layout, self.caches))

@@ -95,7 +95,7 @@ def test_hits_are_as_long_as_the_engines_own_for_every_length_and_branch(model: 
     with engine(model, blocks=LARGE_POOL, prefix_cache_retention_interval=None) as plain:
         plain.ask([trunk])
         theirs = plain.ask(prompts) + plain.ask(prompts)
-    with engine(model, blocks=LARGE_POOL, extra={"url": ""}) as ours:
+    with engine(model, blocks=LARGE_POOL, extra={"url": "", "policy": "dense"}) as ours:
         ours.ask([trunk])
         answers = []
         for tokens in prompts + prompts:
