@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,77 @@ def test_the_bar_shows_whole_partial_and_absent_blocks() -> None:
     drawn = bar([[0, 2], [4, 5]], blocks=27, block_tokens=20, tokens=tokens)
     assert drawn == "████" + "····" + "██" + "·" * 44 + "  "
     assert bar([[1, 2]], blocks=112, block_tokens=5, tokens=tokens) == "▒" + "·" * 55
+
+
+@pytest.mark.parametrize("tokens", ["1", "1000", "40000", "1000000"])
+@pytest.mark.parametrize("policy", ["auto", "dense"])
+def test_the_plan_is_drawn_into_a_file(tmp_path: Path, tokens: str, policy: str) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    picture = tmp_path / "plan.png"
+    args = ("--model", "dsv4-flash", "--tokens", tokens, "--policy", policy)
+    result = run(*args, "--png", str(picture), "--json")
+    assert result.exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(result.stdout)["policy"] == policy
+
+
+def rectangles(group: dict[str, Any], low: int, high: int) -> tuple[list[float], bool]:
+    """Starts of the filled boxes that a row draws, and whether heights stand for shares."""
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    from tierkv.cli import picture
+
+    axes = Figure().subplots()
+    shares = picture._row(axes, 0, group, low, high)
+    boxes = [p for p in axes.patches if isinstance(p, Rectangle)]
+    filled = [b.get_x() for b in boxes if b.get_facecolor() != (1.0, 1.0, 1.0, 1.0)]
+    return filled, shares
+
+
+def test_a_row_shows_blocks_then_runs_then_shares() -> None:
+    def group(tokens: int, policy: str) -> dict[str, Any]:
+        plan = plan_prompt(load_preset("dsv4-flash"), tokens, policy)
+        found: dict[str, Any] = plan["groups"][0]
+        return found
+
+    assert rectangles(group(1000, "auto"), 0, 1000) == ([640, 704], False)
+    runs, shares = rectangles(group(1_000_000, "auto"), 0, 1_000_000)
+    assert (len(runs), runs[:2], shares) == (245, [3968, 8064], False)
+    columns, shares = rectangles(group(1_000_000, "dense"), 0, 1_000_000)
+    assert (len(columns), shares) == (320, True)
+    zoomed = rectangles(group(1_000_000, "dense"), 1_000_000 - 512, 1_000_000)
+    assert zoomed == ([999552, 999616, 999808, 999872], False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("plan.xyz", "xyz"), ("absent/plan.png", "No such file")]
+)
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    result = run("--model", "dsv4-flash", "--tokens", "1000", "--png", str(tmp_path / name))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert text in result.stderr
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(sys.modules, "tierkv.cli.picture", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("--model", "dsv4-flash", "--tokens", "1000", "--png", "plan.png")
+    assert result.exit_code == 2
+    assert "pip install 'tierkv[plot]'" in result.stderr
+
+
+def test_the_targets_of_deepseek_v4_flash() -> None:
+    answers = {}
+    for policy in ("auto", "dense"):
+        args = ("--model", "dsv4-flash", "--tokens", "131072", "--policy", policy)
+        answers[policy] = json.loads(run(*args, "--capacity", "500GiB", "--json").stdout)
+    assert answers["auto"]["bytes_per_token"] <= 5.5 * 1024
+    assert answers["dense"]["bytes_per_token"] <= 20 * 1024
+    assert answers["auto"]["sessions"] > 3 * answers["dense"]["sessions"] > 0
+    assert answers["auto"]["lost_tokens_at_most"] == 3840
+    assert run("--model", "dsv4-flash", "--tokens", "131072").stdout.count("at most 3,840") == 1
