@@ -48,7 +48,7 @@ test: setup
 
 # 25 times the examples of `make test`: the tests of the law and of the index seen along a prompt.
 nightly: setup
-	TIERKV_LAW_SCALE=25 $(BIN)/python -m pytest -p no:timeout \
+	TIERKV_LAW_SCALE=25 $(BIN)/python -m pytest --timeout=0 \
 		tests/core/test_reach_law.py tests/core/test_policy_auto.py tests/core/test_stock.py
 
 check: setup
