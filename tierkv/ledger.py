@@ -114,7 +114,7 @@ class Ledger:
 
         A new lookup takes the owner's earlier promise back. Nothing waits and nothing is read.
         """
-        request = self._requests.setdefault(owner, _Request())
+        request = self._request(owner)
         self._take_back(request)
         self._expire()
         self._books.counters["lookups"] += 1
@@ -186,7 +186,7 @@ class Ledger:
         The pages must hold the blocks' bytes when the device side runs the move, and until it
         reports `Copied`.
         """
-        request = self._requests.setdefault(owner, _Request())
+        request = self._request(owner)
         books = self._books
         retry = len(request.progress.declined) > 0 and request.declined_at != books.capacity_version
         plan = planner.plan_save(
@@ -202,7 +202,8 @@ class Ledger:
             retry=retry,
         )
         request.progress = plan.progress
-        request.rows = np.append(request.rows, plan.kept_rows)
+        if len(plan.kept_rows):
+            request.rows = np.append(request.rows, plan.kept_rows)
         if any(plan.skipped_blocks):
             books.count_skipped(plan.skipped_blocks)
         move = self._save(request, plan, block_ids) if len(plan.wanted) else None
@@ -211,6 +212,12 @@ class Ledger:
             # they would be evicted first, and nothing can be read without them.
             books.touch(request.rows)
         return move
+
+    def _request(self, owner: str) -> _Request:
+        request = self._requests.get(owner)
+        if request is None:
+            request = self._requests[owner] = _Request()
+        return request
 
     def release(self, owner: str) -> None:
         """The request is gone. Its promise ends; its moves in flight go on."""

@@ -113,7 +113,8 @@ class SavePlan:
     wanted: blocks not kept anywhere yet, whose pages exist.
     names, rows: for each of them its hash, and its row in the index or -1.
     kept_rows: rows the policy keeps that are there already: used now.
-    skipped_blocks: reusable blocks newly completed that no hit can reach, so nobody stores them.
+    skipped_blocks: per group, reusable blocks newly completed that no hit can reach, so nobody
+        stores them; empty where no boundary was passed.
     """
 
     wanted: Chosen
@@ -198,12 +199,15 @@ def plan_save(
     # A boundary is planned when it is computed if its look-ahead is known to come: by the time
     # that is computed too, the engine may have let the boundary's windows and states go.
     ready = max(upto, min(upto + reach.lookahead_tokens(layout), known_tokens))
+    passes = reach.next_boundary(layout, progress.planned_tokens) <= ready
+    if progress.next_block and not (passes or retry or len(progress.waiting)):
+        return SavePlan(NOTHING, [], _NO_BLOCKS, _NO_BLOCKS, progress, ())  # most decode steps
     tables = _Tables(index, layout, Stock(index, layout, hashes), block_ids, null_block_id)
     if not progress.next_block:
         progress = tables.first_progress(policy, known_tokens)
     candidates = progress.waiting + (progress.declined if retry else NOTHING)
-    skipped = (0,) * len(layout.groups)
-    if reach.next_boundary(layout, progress.planned_tokens) <= ready:
+    skipped: tuple[int, ...] = ()
+    if passes:
         progress, fresh, skipped = tables.advance(policy, progress, ready, known_tokens)
         candidates += fresh
     later = candidates
