@@ -13,17 +13,15 @@ def draw_tradeoff(path: Path, title: str, runs: Sequence[dict[str, Any]]) -> Non
     """Hit tokens against bytes stored per token, one point a policy."""
     figure, axes = plt.subplots(figsize=(8, 5), dpi=150)
     try:
-        points = sorted((r["bytes_per_token"] / 1024, r["hit_fraction_of_dense"]) for r in runs)
-        axes.plot(*zip(*points, strict=True), color="#cccccc", linewidth=1, zorder=1)
         for run in runs:
             x, y = run["bytes_per_token"] / 1024, run["hit_fraction_of_dense"]
             color = "#d1813a" if run["policy"] == "auto" else "#3b6ea8"
-            axes.scatter([x], [y], color=color, zorder=2)
+            axes.scatter([x], [y], color=color)
             axes.annotate(run["policy"], (x, y), (6, -11), textcoords="offset points", fontsize=8)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         axes.set_xlabel("KiB stored per reusable token")
         axes.set_ylabel("hit tokens, as a share of dense")
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.1 * max(r["bytes_per_token"] for r in runs) / 1024)
         axes.grid(alpha=0.3)
         axes.set_title(title, loc="left", fontsize=10)
         figure.tight_layout()

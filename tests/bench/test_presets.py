@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,9 @@ def test_the_json_says_the_same(
     answer = json.loads(capsys.readouterr().out)
     for row in answer["models"]:
         assert row["end"] <= row["auto"] <= row["dense"] <= row["all_blocks"]
+
+
+def test_the_readme_shows_the_table_that_is_printed() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    found = presets.rows(131072, 500 << 30)
+    assert presets.table(found, 131072, "500GiB").split("\n\n")[0] in readme
