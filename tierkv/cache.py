@@ -37,10 +37,10 @@ from tierkv.blocks import (
 from tierkv.device import Pages, arena_tensor
 from tierkv.errors import CacheClosedError, DeadlineError
 from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
-from tierkv.jobs import Job, Jobs, create_arena
+from tierkv.jobs import BlockIds, Job, Jobs, block_tables, create_arena
 from tierkv.keeper import KeeperClient
 from tierkv.layout import Layout
-from tierkv.ledger import Agree, Ledger, Rotate
+from tierkv.ledger import Agree, Ledger, Rotate, Submit
 from tierkv.local import LocalStorage
 from tierkv.pinned import Arena
 from tierkv.reach import Policy
@@ -51,10 +51,6 @@ _OPEN_S = 60.0
 
 Prompt = TokenIds | HashChain
 """Token ids of a prompt, or their chain where it was made before (`Cache.chain`)."""
-
-BlockIds = Mapping[str, Sequence[int | None]]
-"""Group name to a table: entry i is the row (dim 0) of your tensors that holds the prompt's block
-i, or None where there is none. A table may be shorter than the prompt."""
 
 PageTensors = Pages | Mapping[str, Sequence[torch.Tensor]]
 """Compiled pages (faster), or group name to tensors as `tierkv.device.Pages` takes them."""
@@ -118,7 +114,7 @@ class Cache:
             raise
         self._arena = arena
         self._jobs = Jobs(arena_tensor(arena.view))
-        self._port.on_event(self._pump)
+        self._port.on_event(self._on_event)
         self._pump()
 
     async def _start_keeper(self, arena: Arena) -> KeeperClient:
@@ -226,7 +222,7 @@ class Cache:
             raise ValueError("this lookup was a miss: there is nothing to load")
         self._open_port()
         compiled = self._compiled(pages)
-        move = self._ledger.begin_load(hit.owner, self._tables(blocks, hit.blocks))
+        move = self._ledger.begin_load(hit.owner, block_tables(self.layout, blocks, hit.blocks))
         hit.release()  # the move has leases of its own
         job = Job()
         return await self._jobs.run(job, self._load(job, hit, move, compiled))
@@ -257,7 +253,7 @@ class Cache:
         self._open_port()
         hashes = self._hashes(prompt, extras)
         compiled = self._compiled(pages)
-        tables = self._tables(blocks, {})
+        tables = block_tables(self.layout, blocks, {})
         computed = hashes.tokens if computed_tokens is None else computed_tokens
         job = Job()
         return await self._jobs.run(job, self._save(job, hashes, compiled, tables, computed))
@@ -325,7 +321,7 @@ class Cache:
         if move.from_tier.any():
             waiting = asyncio.get_running_loop().create_future()
             self._loads[move.id] = waiting
-            self._open_port().submit(move)
+            self._submit(move)
             done = await waiting
             outcomes, released = done.outcomes.copy(), done.released
         if move.epoch != self._ledger.epoch:
@@ -357,7 +353,7 @@ class Cache:
         blocks = nbytes = skipped = declined = 0
         try:
             while not job.abandoned:
-                port = self._open_port()
+                self._open_port()
                 skipped_before = count["skipped_blocks"]
                 move = self._ledger.begin_save(
                     owner,
@@ -369,7 +365,7 @@ class Cache:
                 skipped += count["skipped_blocks"] - skipped_before
                 if move is not None:
                     await self._gather(job, move, pages)
-                    port.submit(move)
+                    self._submit(move)
                     blocks += len(move)
                     nbytes += int(np.array(self.layout.block_bytes)[move.keys.groups].sum())
                 declined = self._ledger.declined_blocks(owner)
@@ -427,24 +423,39 @@ class Cache:
         self._obey()
         self._wake()
 
+    def _on_event(self) -> None:
+        if not self._closing:  # from then on the port belongs to `_close`, perhaps in a thread
+            self._pump()
+
+    def _submit(self, move: Move) -> None:
+        if not self._closing:
+            self._open_port().submit(move)
+            return
+        failed = MoveDone(move.id, np.full(len(move), Outcome.FAILED, np.uint8))
+        if move.id in self._loads:
+            self._loads[move.id].set_result(failed)
+        else:
+            self._ledger.apply(0, failed)
+
     def _obey(self) -> None:
         port = self._port
         assert port is not None
         for command in self._ledger.take_commands():
             match command:
-                case Agree(_, retire_id):
+                case Agree(_, retire_id) if not self._closing:
                     port.agree(retire_id)
-                case Rotate(epoch):
+                case Rotate(epoch) if not self._closing:
                     port.rotate(epoch)
-                case _:
-                    port.submit(command.move)
+                case Submit(_, move):
+                    self._submit(move)
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _change(self) -> None:
-        """Wait until something happened."""
+        """Wait until something happened. `CacheClosedError` where nothing will any more."""
+        self._open_port()
         await self._changed.wait()
         self._open_port()
 
@@ -475,16 +486,3 @@ class Cache:
 
     def _compiled(self, pages: PageTensors) -> Pages:
         return pages if isinstance(pages, Pages) else Pages(self.layout, pages)
-
-    def _tables(self, blocks: BlockIds, needed: Mapping[str, range]) -> list[list[int | None]]:
-        for name in blocks:
-            self.layout.index_of(name)
-        tables = [list(blocks.get(g.name, ())) for g in self.layout.groups]
-        for name, wanted in needed.items():
-            table = tables[self.layout.index_of(name)]
-            if len(table) < wanted.stop or None in table[wanted.start : wanted.stop]:
-                raise ValueError(
-                    f"group {name!r}: the hit fills blocks {wanted.start} to {wanted.stop - 1}, "
-                    f"but the table of {len(table)} entries has no page for one of them"
-                )
-        return tables

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,9 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.blocks import Move
+from tierkv.layout import Layout
 from tierkv.pinned import Arena
 
 _T = TypeVar("_T")
+
+BlockIds = Mapping[str, Sequence[int | None]]
+"""Group name to a table: entry i is the row (dim 0) of your tensors that holds the prompt's block
+i, or None where there is none. A table may be shorter than the prompt."""
 
 PageCopy = Callable[[NDArray[np.uint16], NDArray[np.int32], torch.Tensor, NDArray[np.int64]], None]
 """`Pages.gather` or `Pages.scatter`."""
@@ -110,3 +115,23 @@ async def create_arena(nbytes: int) -> Arena:
 def _close_unwanted(making: asyncio.Future[Arena]) -> None:
     if not making.cancelled() and making.exception() is None:
         making.result().close()
+
+
+def block_tables(
+    layout: Layout, blocks: BlockIds, needed: Mapping[str, range]
+) -> list[list[int | None]]:
+    """One table a group, in the layout's order.
+
+    Raises `LayoutError` for an unknown group, `ValueError` where a block of `needed` has no page.
+    """
+    for name in blocks:
+        layout.index_of(name)
+    tables = [list(blocks.get(g.name, ())) for g in layout.groups]
+    for name, wanted in needed.items():
+        table = tables[layout.index_of(name)]
+        if len(table) < wanted.stop or None in table[wanted.start : wanted.stop]:
+            raise ValueError(
+                f"group {name!r}: the hit fills blocks {wanted.start} to {wanted.stop - 1}, "
+                f"but the table of {len(table)} entries has no page for one of them"
+            )
+    return tables

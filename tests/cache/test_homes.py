@@ -162,3 +162,46 @@ async def test_an_open_with_a_keeper_that_is_cancelled_leaves_no_process(
             os.kill(client.pid, 0)
     async with open_cache(url_of("nvme", tmp_path), isolation="process"):
         pass
+
+
+@pytest.mark.parametrize("turns", [0, 1, 5, 30, 300])
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_closing_while_everything_runs_ends_every_call(
+    tmp_path: Path, isolation: str, kill: bool, turns: int
+) -> None:
+    if kill and isolation == "thread":
+        pytest.skip("there is no keeper to kill")
+    one, two = Engine(1), Engine(2)
+    url = url_of("nvme", tmp_path)
+    async with open_cache(url) as cache:
+        await cache.save(PROMPT, one.pages, tables())
+        await cache.flush()
+    cache = open_cache(url, isolation=isolation, pinned=16 * 4096)
+    await cache.aopen()
+    hit = await cache.lookup(PROMPT)
+    tasks = [
+        asyncio.ensure_future(work)
+        for work in (
+            cache.load(hit, two.pages, tables()),
+            cache.lookup(PROMPT),
+            cache.save(OTHER, one.pages, tables()),
+            cache.save([*OTHER[:16], *PROMPT, *OTHER], one.pages, tables()),
+            cache.flush(),
+            cache.rotate(),
+            cache.save(PROMPT, one.pages, tables()),
+        )
+    ]
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if kill:
+        assert isinstance(cache._port, KeeperClient)
+        os.kill(cache._port.pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        await cache.aclose(deadline_s=5)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        assert not isinstance(result, Exception) or isinstance(result, tierkv.CacheClosedError)
+    assert cache._ledger.moves_in_flight == 0
+    async with open_cache(url):
+        pass
