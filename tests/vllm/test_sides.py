@@ -254,6 +254,48 @@ def test_a_rotation_reaches_the_storage_half_with_the_next_step() -> None:
     assert stub.storage.epochs == [1]
 
 
+def test_a_load_that_a_rotation_overtakes_fails_and_touches_no_page() -> None:
+    stub = Stub()
+    stub.compute(request("a1", 100), (ids(1, 7),))
+    forget_pinned(stub)
+    stub.storage.silent = True
+    hit(stub, "a2", 100, (ids(31, 7),))
+    stub.step()
+    before = [stub.page_bytes(0, b) for b in ids(31, 6)]
+    stub.scheduler.rotate()
+    load = stub.storage.moves[-1]
+    stub.storage.events.append(MoveDone(load.id, stub.storage.carry_out(load)))
+    _, results = stub.step()
+    assert results.finished_recving == {"a2"}
+    assert stub.worker.failed_block_ids() == set(ids(31, 6))
+    assert [stub.page_bytes(0, b) for b in ids(31, 6)] == before
+
+
+def test_an_engine_that_wants_another_hit_than_promised_recomputes() -> None:
+    stub = Stub()
+    stub.compute(request("a1", 100), (ids(1, 7),))
+    made = request("a2", 100)
+    assert stub.scheduler.matched_tokens(made, 0) == (96, True)
+    stub.scheduler.allocated(made, blocks((ids(31, 7),)), 64)
+    _, results = stub.step()
+    assert results.failed_recving == results.finished_recving == {"a2"}
+    stub.scheduler.finished("a2")
+    assert stub.scheduler.ledger.stats()["leased_blocks"] == 0
+
+
+def test_hits_are_told_apart_by_where_they_come_from() -> None:
+    stub = Stub()
+    stub.compute(request("a1", 100), (ids(1, 7),))
+    made = request("a2", 100)
+    hit(stub, "a2", 100, (ids(31, 7),))
+    assert stub.scheduler.hit_sources(made, 96) == (96, 0)
+    forget_pinned(stub)
+    stub.step()
+    forget_pinned(stub)
+    hit(stub, "a3", 100, (ids(41, 7),))
+    assert stub.scheduler.hit_sources(request("a3", 100), 96) == (0, 96)
+
+
 def test_a_retirement_is_agreed_to_once_nothing_promised_holds_it() -> None:
     stub = Stub()
     made = request("a1", 100)

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tierkv.connectors.vllm import layout as engine
 from tierkv.connectors.vllm.namespace import check_hash_algorithm, engine_namespace
@@ -171,6 +172,14 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Order the load into these blocks, if there is one."""
         self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Where the load just ordered comes from: pinned RAM is HOST, the storage tier DISK."""
+        host, disk = self.scheduler.hit_sources(request, num_external_tokens)
+        sources = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """This step's orders for the workers."""

@@ -38,10 +38,14 @@ NULL_BLOCK_ID: Final = 0
 
 @dataclass(slots=True)
 class _Promise:
-    """What a request was told: a hit of `tokens` of which the engine holds `local_tokens`."""
+    """What a request was told: a hit of `tokens`.
+
+    local_tokens: what of it the engine holds. tier_tokens: what of it comes from the storage tier.
+    """
 
     tokens: int
     local_tokens: int
+    tier_tokens: int
 
 
 @dataclass(slots=True)
@@ -63,6 +67,7 @@ class SchedulerSide:
         self._ledger: Ledger | None = None
         self._requests: dict[str, Request] = {}
         self._promises: dict[str, _Promise] = {}
+        self._tier_tokens: dict[str, int] = {}
         self._loads: dict[int, _Load] = {}
         self._next = StepMetadata()
         self._stats = LedgerStats()
@@ -87,6 +92,7 @@ class SchedulerSide:
             engine_layout(self._config, largest),
             arena_bytes=min(h.arena_bytes for h in shakes),
             ranks=self._world_size,
+            has_tier=bool(self._options.url),
             boundary_policy=self._options.policy.resolve(
                 self._config.prefix_cache_retention_interval
             ),
@@ -116,7 +122,7 @@ class SchedulerSide:
             return None, False
         if hit.tokens <= local_tokens:
             return 0, False
-        self._promises[request_id] = _Promise(hit.tokens, local_tokens)
+        self._promises[request_id] = _Promise(hit.tokens, local_tokens, hit.tier_tokens)
         return hit.tokens - local_tokens, True
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -127,18 +133,30 @@ class SchedulerSide:
         if not external_tokens:
             return
         if promise is None or promise.tokens - promise.local_tokens != external_tokens:
-            raise RuntimeError(
-                f"request {request_id}: the engine wants {external_tokens} tokens, "
-                f"promised was {promise}"
+            # No supported engine does so; one that did would lose a hit by it, not its life.
+            log.warning(
+                "tierkv: request %s: the engine wants %d tokens but was promised %s; recomputing",
+                request_id,
+                external_tokens,
+                promise,
             )
+            self._next.refused.append(request_id)
+            return
+        self._tier_tokens[request_id] = promise.tier_tokens
         move = self.ledger.begin_load(request_id, blocks.get_block_ids())
         self._loads[move.id] = _Load(external_tokens, self._world_size)
         self._next.loads.append((request_id, move.pack()))
+
+    def hit_sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
+        """Of the load just ordered: tokens from pinned RAM, tokens from the storage tier."""
+        from_tier = min(self._tier_tokens.pop(request.request_id, 0), external_tokens)
+        return external_tokens - from_tier, from_tier
 
     def finished(self, request_id: str) -> None:
         """The request is gone; loads on their way for it end by themselves."""
         self._requests.pop(request_id, None)
         self._promises.pop(request_id, None)
+        self._tier_tokens.pop(request_id, None)
         if self._ledger is not None:
             self._ledger.release(request_id)
             self._collect_commands()
@@ -211,7 +229,7 @@ class SchedulerSide:
 
         True while orders wait for a step or moves are out; for no longer than a move can last.
         """
-        busy = bool(self._next.commands or self._next.loads or self._next.saves) or (
+        busy = self._next != StepMetadata() or (
             self._ledger is not None and self._ledger.moves_in_flight > 0
         )
         now = time.monotonic()

@@ -30,11 +30,13 @@ class StepMetadata(KVConnectorMetadata):
 
     commands: `pack_command`, to be carried out before the moves.
     loads: (request id, `Move.pack()`): fill these pages, then say that the request has them.
+    refused: ids of requests that wait for a load that cannot be: report it as failed.
     saves: `Move.pack()`: copy these pages once the step's forward is done.
     """
 
     commands: list[Packed] = field(default_factory=list)
     loads: list[tuple[str, Packed]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     saves: list[Packed] = field(default_factory=list)
 
 

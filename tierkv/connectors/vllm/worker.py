@@ -101,6 +101,7 @@ class WorkerSide:
         self._loads: dict[int, _Load] = {}
         self._saving: set[int] = set()
         self._retiring: set[int] = set()
+        self._epoch = 0
         self._report = _Report()
         self.counters: Counter[str] = Counter()
         """Everything counted since the start; names of `stats.COUNTERS`."""
@@ -129,6 +130,7 @@ class WorkerSide:
         for command in step.commands:
             self._note(command)
             carry_out(command, self._rank, self._storage)
+        self._report.failed.update(step.refused)
         for request_id, packed in step.loads:
             move = Move.unpack(packed)
             load = _Load(request_id, move, time.monotonic() + self._options.load_timeout_s)
@@ -190,7 +192,10 @@ class WorkerSide:
 
     def _finish_load(self, load: _Load, outcomes: NDArray[np.uint8]) -> None:
         """Fill the pages of what arrived, and name the request to the engine."""
-        move, good = load.move, outcomes == Outcome.DONE
+        move = load.move
+        if move.epoch < self._epoch:  # rotated away while it was on its way
+            outcomes = np.full(len(move), Outcome.MISSING, np.uint8)
+        good = outcomes == Outcome.DONE
         self._pages.scatter(
             move.keys.groups[good], move.block_ids[good], self._slots, move.offsets[good]
         )
@@ -256,6 +261,8 @@ class WorkerSide:
     def _note(self, command: Packed) -> None:
         if command[0] == "agree" and command[1] == self._rank:
             self._retiring.discard(command[2])
+        elif command[0] == "rotate":
+            self._epoch = command[1]
 
     def _agree_to_all(self) -> None:
         for retire_id in self._retiring:
