@@ -96,6 +96,10 @@ class Engine(ABC):
     async def find(self, hashes: bytes) -> int:
         """How many of these blocks are there, as the engine would answer a lookup."""
 
+    def stored(self, hashes: bytes) -> None:
+        """A set is in place: whoever looks blocks up learns of it. Not timed."""
+        return  # most ask the file system
+
     def forget(self, hashes: bytes) -> None:
         """Make room: blocks of an earlier set are not needed any more. Not timed."""
         return  # tierkv makes room itself, inside the clock; raw writes over them
@@ -168,8 +172,9 @@ class PortEngine(Engine):
         outcomes = await done
         if (outcomes != Outcome.DONE).any():
             raise RuntimeError(f"{self.name}: {set(outcomes.tolist())}")
-        if job.save:
-            self._index.add_all(keys)
+
+    def stored(self, hashes: bytes) -> None:
+        self._index.add_all(Keys(np.zeros(len(hashes) // HASH_BYTES, np.uint16), hashes))
 
     def _pump(self) -> None:
         for event in self._port.poll():

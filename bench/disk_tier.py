@@ -132,6 +132,7 @@ class Lap:
         hashes = self._next_set()
         self._payload.fill(self._count)
         await self._run(self._jobs(True, hashes), samples, "write")
+        self.engine.stored(hashes)
         self._payload.wipe()
         if drop:
             await asyncio.to_thread(drop_page_cache_sync)
@@ -198,8 +199,8 @@ class Lap:
 
 
 def drop_page_cache_sync() -> None:
-    """Have the kernel forget clean file pages; those of other programs as well."""
-    _DROP_CACHES.write_text("1")
+    """Have the kernel forget clean file pages and what it knows of files; others' as well."""
+    _DROP_CACHES.write_text("3")
 
 
 def engine_class(name: str) -> type[Engine]:

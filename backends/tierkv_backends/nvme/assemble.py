@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 class Assembled:
     """A table ready to serve.
 
-    spares: blank segments. active: takes the next extent. partial: a segment could not be read
-    this time; no snapshot must speak for it.
+    spares: blank segments. active: those that take more extents, one a lane. partial: a segment
+    could not be read this time; no snapshot must speak for it.
     """
 
     table: Table = field(default_factory=Table)
     spares: deque[Segment] = field(default_factory=deque)
-    active: Segment | None = None
+    active: list[Segment] = field(default_factory=list)
     partial: bool = False
 
 
@@ -40,9 +40,9 @@ def assemble_sync(store: Store, recovered: Recovered) -> Assembled:
     with unusable(store.options.root):
         _shrink_sync(store, out)
     unsealed = [s for s in out.table.segments.values() if s.state is State.ACTIVE]
-    for segment in unsealed[:-1]:
+    for segment in unsealed[: -store.lanes]:
         segment.state = State.SEALED  # without a footer: the next open walks it again
-    out.active = unsealed[-1] if unsealed else None
+    out.active = unsealed[-store.lanes :]
     log.info(
         "nvme store %s: %d blocks in %d segments (%s), direct I/O: %s",
         store.directory, len(out.table), len(out.table.segments),

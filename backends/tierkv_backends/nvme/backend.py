@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import islice
 from typing import Final, TypeVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from tierkv.backend import (
     Verification,
     finish,
 )
-from tierkv.blocks import Keys, Outcome
+from tierkv.blocks import HASH_BYTES, Keys, Outcome
 from tierkv.errors import StoreBusyError, StoreError, StoreUnusableError
 from tierkv.urls import TierURL
 from tierkv_backends.nvme import quota
@@ -31,11 +30,10 @@ from tierkv_backends.nvme.assemble import Assembled, assemble_sync
 from tierkv_backends.nvme.counters import Counters
 from tierkv_backends.nvme.format import Snapshot, SnapshotSegment, largest_block
 from tierkv_backends.nvme.options import Options
-from tierkv_backends.nvme.space import Space
+from tierkv_backends.nvme.space import Lane, Space
 from tierkv_backends.nvme.store import Store, open_sync, unusable
 from tierkv_backends.nvme.table import Segment, State, Table, by_segment
 from tierkv_backends.nvme.transfer import (
-    Extent,
     ReadDone,
     ReadPart,
     WriteRun,
@@ -44,6 +42,7 @@ from tierkv_backends.nvme.transfer import (
     is_aligned,
     plan_extents,
     read_part_sync,
+    rows_of,
     split_part,
     write_run_sync,
 )
@@ -66,8 +65,6 @@ CONTROL_THREADS: Final = 2
 CLOSE_WAIT_S: Final = 5.0
 """How long `close` waits for a write under way. A disk that works ends one in milliseconds."""
 
-SCAN_KEYS: Final = 1 << 16
-
 
 class NvmeBackend(Backend):
     """``nvme:///DIR?capacity=500GiB``: log-structured segments on a local disk.
@@ -88,7 +85,6 @@ class NvmeBackend(Backend):
         self._opened: Store | None = None
         self._table = Table()
         self._space: Space | None = None
-        self._lane = asyncio.Lock()
 
     @classmethod
     def from_url(cls, url: TierURL) -> NvmeBackend:
@@ -134,7 +130,7 @@ class NvmeBackend(Backend):
         self._opened = self._space = None
         if space is not None:
             await space.close(CLOSE_WAIT_S)
-        idle = await self._lane_is_idle()
+        idle = space is None or await self._is_idle(space)
         if store is not None:
             if idle and space is not None and not space.partial:
                 await self._run(store.save_snapshot_sync, self._snapshot(store, space))
@@ -145,9 +141,9 @@ class NvmeBackend(Backend):
         self._pool = self._control = None
         self._table = Table()
 
-    async def _lane_is_idle(self) -> bool:
+    async def _is_idle(self, space: Space) -> bool:
         try:
-            async with asyncio.timeout(CLOSE_WAIT_S), self._lane:
+            async with asyncio.timeout(CLOSE_WAIT_S), space.all_lanes():
                 return True
         except TimeoutError:
             log.warning("nvme store %s: a write hangs; closing without it", self._options.root)
@@ -177,8 +173,7 @@ class NvmeBackend(Backend):
         coldest_first = sorted(self._table.segments.values(), key=lambda s: s.touched)
         rows = []
         for segment in coldest_first:
-            live = self._table.live_rows(segment)
-            if segment.state is State.SPARE or not len(live):
+            if segment.state is State.SPARE or not segment.live:
                 continue
             rows.append(
                 SnapshotSegment(
@@ -186,9 +181,9 @@ class NvmeBackend(Backend):
                     root=segment.root,
                     end=segment.end,
                     link=segment.link,
-                    sealed=segment is not space.active,
-                    hashes=b"".join(segment.hashes[i] for i in live.tolist()),
-                    rows=segment.rows[live],
+                    sealed=segment.state is not State.ACTIVE,
+                    hashes=segment.hashes[segment.alive].tobytes(),
+                    rows=segment.rows[segment.alive],
                 )
             )
         return Snapshot(
@@ -203,15 +198,13 @@ class NvmeBackend(Backend):
     async def write(self, batch: BlockBatch) -> Outcomes:
         """DONE, DECLINED (no room, cleared meanwhile) or FAILED (the disk said no) per key.
 
-        DONE means readable after SIGKILL. Blocks are coalesced into extents; one write at a time.
+        DONE means readable after SIGKILL. Blocks are coalesced into extents; writes that overlap
+        go into different segments.
         """
         store, space = self._live()
         epoch = store.meta.epoch
         outcomes = np.full(len(batch), Outcome.DONE, np.uint8)
-        if not self._unwritten(batch.keys).size:
-            return outcomes
-        async with self._lane:
-            space.begin()
+        async with space.lane() as lane:
             left = self._unwritten(batch.keys)
             self._counters.bytes_asked += int(batch.records["stored_bytes"][left].sum())
             left = self._declined_if_too_large(batch, left, outcomes)
@@ -219,7 +212,7 @@ class NvmeBackend(Backend):
                 if self._opened is not store or store.meta.epoch != epoch:
                     outcomes[left] = Outcome.DECLINED
                     break
-                left = await self._write_some(store, space, batch, left, outcomes)
+                left = await self._write_some(store, space, lane, batch, left, outcomes)
         self._counters.blocks_declined += int((outcomes == Outcome.DECLINED).sum())
         return outcomes
 
@@ -244,74 +237,87 @@ class NvmeBackend(Backend):
         self,
         store: Store,
         space: Space,
+        lane: Lane,
         batch: BlockBatch,
         left: NDArray[np.intp],
         outcomes: Outcomes,
     ) -> NDArray[np.intp]:
         """Write as many blocks as one run and segment take; the positions still to be written."""
         try:
-            sizes = batch.records["stored_bytes"][left].astype(np.int64)
-            segment = await space.room(int(sizes[0]))
-            if segment is None:
-                outcomes[left] = Outcome.DECLINED
-                return left[:0]
-            padded = -(-sizes // segment.alignment) * segment.alignment
-            extents = tuple(islice(plan_extents(padded, left, segment), RUN_EXTENTS))
-            written = await finish(self._write_run(store, space, segment, batch, extents))
+            segment = await space.room(lane, int(batch.records["stored_bytes"][left[0]]))
         except StoreBusyError as exc:
             log.warning("nvme: no segment could be made: %s", exc)
+            segment = None
+        except OSError as exc:
+            return self._failed(store, left, outcomes, exc)
+        if segment is None:
             outcomes[left] = Outcome.DECLINED
             return left[:0]
-        except OSError as exc:
-            written = Written(link=0, error=exc)
-            extents = ()
-        planned = sum(len(extent.rows) for extent in extents)
-        done = sum(len(rows) for _, rows in written.blocks)
-        if written.error is not None:
-            self._counters.write_errors += 1
-            log.warning("nvme: writing to %s failed: %s", store.directory, written.error)
-            outcomes[left[done:]] = Outcome.FAILED
-            return left[:0]
+        sizes = batch.records["stored_bytes"][left].astype(np.int64)
+        padded = -(-sizes // segment.alignment) * segment.alignment
+        extents = plan_extents(padded, segment, RUN_EXTENTS)
+        planned = extents[-1].last
+        some = batch.take(left[:planned])
+        run = WriteRun(
+            path=segment.path,
+            generation=segment.generation,
+            sequence=space.take_sequence(len(extents)),
+            nonce=store.nonce,
+            link=segment.link,
+            extents=extents,
+            hashes=some.keys.hashes,
+            rows=rows_of(some, padded[:planned], extents),
+            slots=some.offsets.tolist(),
+            padded=padded[:planned].tolist(),
+        )
+        direct = store.direct(segment) and self._aligned(store, batch)
+        done = await finish(self._write_run(store, space, lane, segment, run, batch.arena, direct))
+        if done.error is not None:
+            published = extents[done.extents - 1].last if done.extents else 0
+            return self._failed(store, left[published:], outcomes, done.error)
         return left[planned:]
+
+    def _failed(
+        self, store: Store, left: NDArray[np.intp], outcomes: Outcomes, error: OSError
+    ) -> NDArray[np.intp]:
+        """What is left cannot be written; nothing is left then."""
+        self._counters.write_errors += 1
+        log.warning("nvme: writing to %s failed: %s", store.directory, error)
+        outcomes[left] = Outcome.FAILED
+        return left[:0]
 
     async def _write_run(
         self,
         store: Store,
         space: Space,
+        lane: Lane,
         segment: Segment,
-        batch: BlockBatch,
-        extents: tuple[Extent, ...],
+        run: WriteRun,
+        arena: memoryview,
+        direct: bool,
     ) -> Written:
         """Write extents and publish those that are in place. Not to be cancelled half-way."""
-        run = WriteRun(
-            path=segment.path,
-            alignment=segment.alignment,
-            generation=segment.generation,
-            sequence=space.sequence + 1,
-            nonce=store.nonce,
-            link=segment.link,
-            extents=extents,
-        )
-        direct = store.direct(segment) and self._aligned(store, batch)
-        written: Written = await self._transfer(self._write_sync, store, run, batch, direct)
+        written: Written = await self._transfer(self._write_sync, store, run, arena, direct)
         if self._opened is not store:  # it hung, and we were closed: the next open finds it
             return Written(link=0, error=OSError(errno.ESHUTDOWN, "closed while it hung"))
-        for extent, (hashes, rows) in zip(extents, written.blocks, strict=False):
-            self._table.publish(segment, hashes, rows)
-            segment.end = extent.start + extent.nbytes
-        segment.link = written.link
-        space.sequence += len(written.blocks)
+        if written.extents:
+            last = run.extents[written.extents - 1]
+            self._table.publish(
+                segment, run.hashes[: last.last * HASH_BYTES], run.rows[: last.last]
+            )
+            segment.end = last.start + last.nbytes
+            segment.link = written.link
         self._table.touch(segment)
         self._counters.bytes_written += written.nbytes
         if isinstance(written.error, FileNotFoundError):
             await space.drop(segment)
         elif written.torn:
-            await space.seal()  # what lies behind its end is not known
+            await space.seal(lane)  # what lies behind its end is not known
         return written
 
     @staticmethod
-    def _write_sync(store: Store, run: WriteRun, batch: BlockBatch, direct: bool) -> Written:
-        return write_run_sync(store.files, run, batch, direct=direct)
+    def _write_sync(store: Store, run: WriteRun, arena: memoryview, direct: bool) -> Written:
+        return write_run_sync(store.files, run, arena, direct=direct)
 
     def _aligned(self, store: Store, batch: BlockBatch) -> bool:
         """Whether the arena is fit for direct I/O; counted and said once where it is not."""
@@ -437,7 +443,8 @@ class NvmeBackend(Backend):
         await finish(self._clear())
 
     async def _clear(self) -> None:
-        async with self._lane:
+        _, space = self._live()
+        async with space.all_lanes():
             store, space = self._live()
             try:
                 await self._run(store.raise_epoch_sync)
@@ -452,7 +459,7 @@ class NvmeBackend(Backend):
     async def scan(self) -> AsyncIterator[Keys]:
         """Keys as they were when the iteration began."""
         self._live()
-        for keys in self._table.scan(SCAN_KEYS):
+        for keys in self._table.scan():
             yield keys
 
     async def usage(self) -> Usage:

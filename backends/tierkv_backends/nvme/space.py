@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from tierkv.backend import finish
@@ -34,8 +36,23 @@ RunSync = Callable[..., Awaitable[Any]]
 """Runs a blocking function in the pool: `await run(function, *arguments)`."""
 
 
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A segment that one write at a time appends to. Several lanes keep a disk busy.
+
+    users: writes that hold the lock or wait for it. fresh: segments that the latest write wrote
+    to; without it a write larger than the spare room would give up its own first blocks, and then
+    say that they are done.
+    """
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    active: Segment | None = None
+    users: int = 0
+    fresh: set[int] = field(default_factory=set)
+
+
 class Space:
-    """The writer's side of the segments. Calls of `room` must not overlap: hold the lane."""
+    """The writer's side of the segments."""
 
     def __init__(
         self,
@@ -46,7 +63,9 @@ class Space:
         run: RunSync,
         retire: Callable[[Keys], Awaitable[None]],
     ) -> None:
-        self.active = assembled.active
+        self.lanes = [Lane() for _ in range(store.lanes)]
+        for lane, segment in zip(self.lanes, assembled.active, strict=False):
+            lane.active = segment
         self.spares: deque[Segment] = assembled.spares
         self.partial = assembled.partial
         self.sequence = 0
@@ -58,37 +77,58 @@ class Space:
         self._refill: asyncio.Task[None] | None = None
         self._wait_until_s = 0.0
         self._idle = asyncio.Event()
-        self._fresh: set[int] = set()  # segments that the latest write wrote to
         self._full = False  # a write found that no segment can be made
 
-    def begin(self) -> None:
-        """A write begins: what the one before wrote may be given up from now on.
+    @asynccontextmanager
+    async def lane(self) -> AsyncIterator[Lane]:
+        """A lane for one write, the first that is free; waits for its turn where none is.
 
-        Without this a write larger than the spare room would give up its own first blocks, and
-        then say that they are done.
+        What the write before it wrote in that lane may be given up from now on.
         """
-        self._fresh.clear()
+        lane = min(self.lanes, key=lambda lane: lane.users)
+        lane.users += 1
+        try:
+            async with lane.lock:
+                lane.fresh.clear()
+                yield lane
+        finally:
+            lane.users -= 1
 
-    async def room(self, nbytes: int) -> Segment | None:
-        """The active segment, with room for a block of `nbytes` at least; None: no space.
+    @asynccontextmanager
+    async def all_lanes(self) -> AsyncIterator[None]:
+        """Nothing is being written."""
+        async with AsyncExitStack() as stack:
+            for lane in self.lanes:
+                await stack.enter_async_context(lane.lock)
+            yield
+
+    def take_sequence(self, n: int) -> int:
+        """The first of n sequence numbers that nobody else gets."""
+        first = self.sequence + 1
+        self.sequence += n
+        return first
+
+    async def room(self, lane: Lane, nbytes: int) -> Segment | None:
+        """The lane's segment, with room for a block of `nbytes` at least; None: no space.
 
         `OSError` where the next segment cannot be written. Cancellation leaves nothing behind.
         """
-        if self.active is not None:
-            if self.active.room(1) >= single_extent_bytes(nbytes):
-                self._fresh.add(self.active.number)
-                return self.active
-            await finish(self.seal())
-        if not await self._next():
-            return None
-        await finish(self._activate())
+        if lane.active is not None:
+            if lane.active.room(1) >= single_extent_bytes(nbytes):
+                lane.fresh.add(lane.active.number)
+                return lane.active
+            await finish(self.seal(lane))
+        while lane.active is None:
+            if not await self._next():
+                return None
+            await finish(self._activate(lane))  # another lane may have been faster
         if not self.spares:
             self._start_refill()
-        return self.active
+        return lane.active
 
-    async def seal(self) -> None:
-        """Close the active segment for writing, with a footer where that succeeds."""
-        segment, self.active = self.active, None
+    async def seal(self, lane: Lane) -> None:
+        """Close the lane's segment for writing, with a footer where that succeeds."""
+        segment, lane.active = lane.active, None
         if segment is None:
             return
         segment.trim()
@@ -96,7 +136,7 @@ class Space:
         self._table.touch(segment)
         try:
             self._counters.bytes_written += await self._run(
-                self._store.seal_sync, segment, b"".join(segment.hashes), self.sequence
+                self._store.seal_sync, segment, segment.hashes.tobytes(), self.sequence
             )
         except OSError as exc:  # the next open walks its extents instead
             log.warning("nvme: no footer in %s: %s", segment.path, exc)
@@ -107,8 +147,9 @@ class Space:
 
     async def drop(self, segment: Segment) -> None:
         """Forget a segment whose file is gone, or must not be written any more."""
-        if self.active is segment:
-            self.active = None
+        for lane in self.lanes:
+            if lane.active is segment:
+                lane.active = None
         if segment.number not in self._table.segments:
             return
         if segment.state is State.RETIRING:  # who gives it up removes it
@@ -122,7 +163,8 @@ class Space:
 
     def blank_all(self) -> None:
         """All segments are blank now (`clear`); one that is being given up finishes on its own."""
-        self.active = None
+        for lane in self.lanes:
+            lane.active = None
         self.spares.clear()
         for segment in self._table.segments.values():
             if segment.state is not State.RETIRING:
@@ -156,7 +198,7 @@ class Space:
         self.spares.append(segment)
         return True
 
-    async def _activate(self) -> None:
+    async def _activate(self, lane: Lane) -> None:
         segment = self._usable()
         if segment is None:
             return
@@ -174,8 +216,8 @@ class Space:
         segment.root = segment.link = header.root
         segment.end, segment.state = PAGE, State.ACTIVE
         self._table.touch(segment)
-        self._fresh.add(segment.number)
-        self.active = segment
+        lane.fresh.add(segment.number)
+        lane.active = segment
 
     def _start_refill(self) -> asyncio.Task[None]:
         if self._refill is None or self._refill.done():
@@ -194,10 +236,11 @@ class Space:
         if await finish(self._run(self._store.may_grow_sync)) and not self._full:
             return
         self._full = False
+        fresh = set().union(*(lane.fresh for lane in self.lanes))
         sealed = [
             s
             for s in self._table.segments.values()
-            if s.state is State.SEALED and s.number not in self._fresh
+            if s.state is State.SEALED and s.number not in fresh
         ]
         if not sealed:
             return

@@ -43,6 +43,13 @@ log = logging.getLogger(__name__)
 
 FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
 
+MAX_LANES: Final = 2
+"""Segments that are written at the same time: while one waits for a header the other's payload is
+on its way. More won nothing here (bench/disk_tier.py)."""
+
+SEGMENTS_PER_LANE: Final = 4
+"""A small store has fewer lanes, so that most of it can be given up."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Store:
@@ -56,6 +63,12 @@ class Store:
     lock_fd: int
     nonce: int
     disk_full: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """How many segments take extents at the same time."""
+        segments = self.capacity_bytes // self.options.segment_bytes
+        return max(min(segments // SEGMENTS_PER_LANE, MAX_LANES), 1)
 
     def segment_path(self, number: int) -> Path:
         """Where segment `number` lies."""

@@ -1,6 +1,7 @@
-"""Where each block is: segments with columns, and one dict per group from hash to place.
+"""Where each block is: segments with columns, and one map from key to place over all of them.
 
-Only the event loop's thread touches these. A *place* is ``segment number << 32 | row``.
+Only the event loop's thread touches these. A *place* is ``segment number << 32 | row``. There is
+no object per block: 110 bytes a block in all, 72 of them the entry as it lies on media.
 """
 
 from __future__ import annotations
@@ -17,11 +18,19 @@ from numpy.typing import NDArray
 
 from tierkv.blocks import HASH_BYTES, Keys
 from tierkv_backends.nvme.format import PAGE, ROW_DTYPE, Rows, end_bytes
+from tierkv_backends.nvme.places import PlaceMap, Places, fingerprints
 
 _ROW_BITS: Final = 32
 _ROW_MASK: Final = (1 << _ROW_BITS) - 1
-Places = NDArray[np.int64]
-"""int64[n]; -1: not here."""
+_WORDS: Final = HASH_BYTES // 8
+
+Hashes = NDArray[np.uint64]
+"""uint64[n, 4]: block hashes as words."""
+
+
+def words_of(hashes: bytes) -> Hashes:
+    """Packed hashes as words."""
+    return np.frombuffer(hashes, np.uint64).reshape(-1, _WORDS)
 
 
 class State(enum.Enum):
@@ -39,7 +48,8 @@ class Segment:
 
     nbytes: its size. whole: the file is as long as that, so it can be used again.
     end: where the next extent goes. link: checksum of the last extent header. root: where the
-    chain starts. live, live_bytes: blocks and payload that the index still points at.
+    chain starts. count: blocks written here; live, live_bytes: those that the index still points
+    at, and their payload.
     readers: loads under way; the file is not used again before this is 0. touched: when it was
     last written or read, in ticks of the store.
     """
@@ -54,38 +64,64 @@ class Segment:
     link: int = 0
     state: State = State.SPARE
     whole: bool = True
-    hashes: list[bytes] = field(default_factory=list)
+    count: int = 0
     live: int = 0
     live_bytes: int = 0
     readers: int = 0
     touched: int = 0
+    _hashes: Hashes = field(default_factory=lambda: np.empty((0, _WORDS), np.uint64))
     _rows: Rows = field(default_factory=lambda: np.empty(0, ROW_DTYPE))
+    _alive: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
 
     @property
     def rows(self) -> Rows:
-        """ROW_DTYPE[n] of all blocks written here, live or not."""
-        return self._rows[: len(self.hashes)]
+        """ROW_DTYPE[count] of all blocks written here, live or not."""
+        return self._rows[: self.count]
 
-    def append(self, hashes: bytes, rows: Rows) -> None:
-        """Add columns of blocks that are published now."""
-        at, n = len(self.hashes), len(rows)
-        if at + n > len(self._rows):
-            grown = np.empty(max(at + n, 2 * len(self._rows)) if at else n, ROW_DTYPE)
-            grown[:at] = self._rows[:at]
-            self._rows = grown
-        self._rows[at : at + n] = rows
-        self.hashes += [hashes[i : i + HASH_BYTES] for i in range(0, n * HASH_BYTES, HASH_BYTES)]
+    @property
+    def hashes(self) -> Hashes:
+        """Their hashes."""
+        return self._hashes[: self.count]
+
+    @property
+    def alive(self) -> NDArray[np.bool_]:
+        """Which of them are live."""
+        return self._alive[: self.count]
+
+    def append(self, hashes: Hashes, rows: Rows) -> None:
+        """Add columns of live blocks that are published now."""
+        end = self.count + len(rows)
+        if end > len(self._rows):
+            self._resize(max(end, 2 * self.count))
+        added = slice(self.count, end)
+        self._rows[added], self._hashes[added], self._alive[added] = rows, hashes, True
+        self.count = end
+        self.live += len(rows)
+        self.live_bytes += int(rows["stored_bytes"].sum())
+
+    def bury(self, rows: NDArray[Any]) -> None:
+        """The index does not point at these rows any more. Each must be live, and named once."""
+        self._alive[rows] = False
+        self.live -= len(rows)
+        self.live_bytes -= int(self._rows["stored_bytes"][rows].sum())
 
     def trim(self) -> None:
         """Give back what `append` reserved ahead."""
-        if len(self._rows) > len(self.hashes):
-            self._rows = self._rows[: len(self.hashes)].copy()
+        if len(self._rows) > self.count:
+            self._resize(self.count)
 
     def blank(self) -> None:
         """Forget all columns; the index must not point here any more."""
-        self.hashes = []
-        self._rows = np.empty(0, ROW_DTYPE)
-        self.live = self.live_bytes = 0
+        self.count = self.live = self.live_bytes = 0
+        self._resize(0)
+
+    def _resize(self, n: int) -> None:
+        kept = min(n, self.count)
+        for name in ("_hashes", "_rows", "_alive"):
+            column = getattr(self, name)
+            other = np.empty((n, *column.shape[1:]), column.dtype)
+            other[:kept] = column[:kept]
+            setattr(self, name, other)
 
     def room(self, blocks: int, *, end: int | None = None) -> int:
         """Bytes that extents from `end` may take if `blocks` more entries must fit the footer.
@@ -93,7 +129,7 @@ class Segment:
         A page is kept back, so that rounding the footer up never matters.
         """
         start = self.end if end is None else end
-        return self.nbytes - PAGE - end_bytes(len(self.hashes) + blocks, self.alignment) - start
+        return self.nbytes - PAGE - end_bytes(self.count + blocks, self.alignment) - start
 
 
 class Table:
@@ -101,12 +137,12 @@ class Table:
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
-        self._index: dict[int, dict[bytes, int]] = {}
+        self._map = PlaceMap()
         self._tick = 0
         self.highest = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._index.values()))
+        return sum(s.live for s in self.segments.values())
 
     @property
     def payload_bytes(self) -> int:
@@ -130,64 +166,38 @@ class Table:
 
     def find(self, keys: Keys) -> Places:
         """Where each key is, or -1."""
-        index, none = self._index, dict[bytes, int]()
-        return np.fromiter(
-            (index.get(g, none).get(h, -1) for g, h in keys), np.int64, count=len(keys)
-        )
+        hashes = words_of(keys.hashes)
+        places = self._map.find(fingerprints(keys.groups, hashes))
+        for number, positions, rows in by_segment(places):
+            segment = self.segments[number]
+            same = (segment.hashes[rows] == hashes[positions]).all(axis=1)
+            same &= segment.rows["group"][rows] == keys.groups[positions]
+            places[positions[~same]] = -1  # another key with the same fingerprint
+        return places
 
     def publish(self, segment: Segment, hashes: bytes, rows: Rows) -> None:
         """Add blocks that are in place on media. A key that is elsewhere already moves here."""
-        at = len(segment.hashes)
-        segment.append(hashes, rows)
-        segment.live += len(rows)
-        segment.live_bytes += int(rows["stored_bytes"].sum())
-        new = segment.hashes[at:]
-        groups = rows["group"]
-        for group in np.unique(groups).tolist():
-            picked = np.flatnonzero(groups == group)
-            some = new if len(picked) == len(new) else [new[i] for i in picked.tolist()]
-            first = segment.number << _ROW_BITS | at
-            self._point(self._index.setdefault(group, {}), some, (picked + first).tolist())
-
-    def _point(self, index: dict[bytes, int], hashes: list[bytes], places: list[int]) -> None:
-        """Enter places of one group. What the same hashes had before lives no more."""
-        fresh = set(hashes)
-        if len(fresh) == len(hashes) and index.keys().isdisjoint(fresh):
-            index.update(zip(hashes, places, strict=True))  # 1M blocks in half the loop's time
-            return
-        for block_hash, place in zip(hashes, places, strict=True):
-            before = index.get(block_hash)
-            index[block_hash] = place
-            if before is not None:
-                self._unlink(before)
+        words = words_of(hashes)
+        places = np.arange(segment.count, segment.count + len(rows)) + (segment.number << _ROW_BITS)
+        prints = fingerprints(rows["group"], words)
+        segment.append(words, rows)
+        last = len(rows) - 1 - np.unique(prints[::-1], return_index=True)[1]
+        if len(last) < len(rows):  # a key written twice: the later one counts
+            segment.bury(np.setdiff1d(places, places[last]) & _ROW_MASK)
+            prints, places = prints[last], places[last]
+        self._bury(self._map.put(prints, places))
 
     def forget(self, keys: Keys) -> None:
         """Remove keys from the index; unknown ones are fine."""
-        for g, h in keys:
-            place = self._index.get(g, {}).pop(h, None)
-            if place is not None:
-                self._unlink(place)
+        places = self.find(keys)
+        known = places >= 0
+        self._map.remove(fingerprints(keys.groups, words_of(keys.hashes))[known])
+        self._bury(np.unique(places[known]))
 
     def keys_of(self, segment: Segment) -> Keys:
         """The live keys of a segment."""
-        rows = self.live_rows(segment)
-        hashes = segment.hashes
-        return Keys(segment.rows["group"][rows], b"".join(hashes[i] for i in rows.tolist()))
-
-    def live_rows(self, segment: Segment) -> NDArray[np.intp]:
-        """Rows of a segment that the index points at."""
-        first = segment.number << _ROW_BITS
-        index, none = self._index, dict[bytes, int]()
-        return np.fromiter(
-            (
-                i
-                for i, (g, h) in enumerate(
-                    zip(segment.rows["group"].tolist(), segment.hashes, strict=True)
-                )
-                if index.get(g, none).get(h) == first + i
-            ),
-            np.intp,
-        )
+        alive = segment.alive
+        return Keys(segment.rows["group"][alive], segment.hashes[alive].tobytes())
 
     def drop(self, segment: Segment) -> None:
         """Forget a segment and all of its blocks."""
@@ -197,21 +207,17 @@ class Table:
 
     def clear(self) -> None:
         """Forget every block; all segments are blank."""
-        self._index = {}
+        self._map = PlaceMap()
         for segment in self.segments.values():
             segment.blank()
 
-    def scan(self, batch: int) -> Iterator[Keys]:
-        """All keys as they were when the iteration began, `batch` at a time."""
-        for group, hashes in [(g, list(d)) for g, d in self._index.items()]:
-            for at in range(0, len(hashes), batch):
-                part = hashes[at : at + batch]
-                yield Keys(np.full(len(part), group, np.uint16), b"".join(part))
+    def scan(self) -> Iterator[Keys]:
+        """All keys as they were when the iteration began, a segment at a time."""
+        yield from [self.keys_of(segment) for segment in self.segments.values() if segment.live]
 
-    def _unlink(self, place: int) -> None:
-        segment = self.segments[place >> _ROW_BITS]
-        segment.live -= 1
-        segment.live_bytes -= int(segment._rows["stored_bytes"][place & _ROW_MASK])
+    def _bury(self, places: Places) -> None:
+        for number, _, rows in by_segment(places):
+            self.segments[number].bury(rows)
 
 
 def by_segment(places: Places) -> Iterator[tuple[int, NDArray[np.intp], NDArray[Any]]]:

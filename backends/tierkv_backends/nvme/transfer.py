@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,14 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.backend import BlockBatch, Outcomes
-from tierkv.blocks import Outcome
-from tierkv_backends.nvme.files import (
-    MAX_VECTORS,
-    Files,
-    as_aligned,
-    read_into_sync,
-    write_all_sync,
-)
+from tierkv.blocks import HASH_BYTES, Outcome
+from tierkv_backends.nvme.direct import aligned_buffer
+from tierkv_backends.nvme.files import MAX_VECTORS, Files, read_into_sync, write_all_sync
 from tierkv_backends.nvme.format import (
     ENTRY_BYTES,
     PAGE,
@@ -45,84 +40,107 @@ EXTENT_BLOCKS: Final = 1000
 """Fewer than IOV_MAX, so that the payload of an extent is one system call."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Extent:
-    """An extent to be written. rows: positions in the batch. starts: of payloads in the segment."""
+    """An extent to be written at `start`: the blocks `first` to `last` (not included) of a run."""
 
     start: int
     nbytes: int
-    rows: NDArray[np.intp]
-    starts: NDArray[np.int64]
+    first: int
+    last: int
+
+    @property
+    def payload_start(self) -> int:
+        """Where the first block goes."""
+        return self.start + extent_header_bytes(self.last - self.first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteRun:
-    """Extents for one segment, one behind the other; the chain goes on from `link`."""
+    """Extents for one segment, one behind the other; the chain goes on from `link`.
+
+    hashes, rows: of all blocks, as they are published. slots: where in the arena they lie.
+    padded: their bytes on media.
+    """
 
     path: Path
-    alignment: int
     generation: int
     sequence: int
     nonce: int
     link: int
-    extents: tuple[Extent, ...]
+    extents: Sequence[Extent]
+    hashes: bytes
+    rows: Rows
+    slots: list[int]
+    padded: list[int]
+
+    def header(self, i: int, link: int) -> tuple[bytes, int]:
+        """The header of extent i behind one with checksum `link`, and its own checksum."""
+        extent = self.extents[i]
+        a, b = extent.first, extent.last
+        return ExtentHeader(
+            generation=self.generation,
+            sequence=self.sequence + i,
+            nonce=self.nonce,
+            link=link,
+            start=extent.start,
+            nbytes=extent.nbytes,
+            n=b - a,
+        ).pack(join_entries(self.hashes[a * HASH_BYTES : b * HASH_BYTES], self.rows[a:b]))
 
 
 @dataclass(slots=True, kw_only=True)
 class Written:
-    """How far a run came. blocks: hashes and rows of each extent in place. error: what stopped it.
+    """How far a run came. extents: how many are in place. error: what stopped it.
 
     torn: a header may or may not be on media, so nothing may be written at that place before the
     segment is used anew.
     """
 
     link: int
-    blocks: list[tuple[bytes, Rows]] = field(default_factory=list)
+    extents: int = 0
     nbytes: int = 0
     error: OSError | None = None
     torn: bool = False
 
 
-def plan_extents(
-    padded: NDArray[np.int64], rows: NDArray[np.intp], segment: Segment
-) -> Iterator[Extent]:
+def plan_extents(padded: NDArray[np.int64], segment: Segment, limit: int) -> list[Extent]:
     """Cut blocks of `padded` bytes on media into extents that follow each other in `segment`.
 
-    Ends where the segment is full; blocks beyond are not planned.
+    At most `limit` of them, and no more than there is room for: blocks beyond are not planned.
     """
-    sizes = padded.tolist()
-    start, first = segment.end, 0
-    while first < len(sizes):
-        room = segment.room(first + 1, end=start)
-        n, total = 0, 0
-        for size in sizes[first : first + EXTENT_BLOCKS]:
-            if n and total + size > EXTENT_BYTES:
-                break
-            need = round_up(extent_header_bytes(n + 1) + total + size, PAGE)
-            if need > room - n * ENTRY_BYTES:
-                break
-            n, total = n + 1, total + size
+    extents: list[Extent] = []
+    ends = np.cumsum(padded)
+    start, first, before = segment.end, 0, 0
+    while first < len(padded) and len(extents) < limit:
+        n = int(np.searchsorted(ends, before + EXTENT_BYTES, "right")) - first
+        n = min(max(n, 1), EXTENT_BLOCKS)
+        room = segment.room(first, end=start)
+        while n and _extent_bytes(ends, first, n, before) > room - n * ENTRY_BYTES:
+            n -= 1
         if not n:
-            return
-        picked = padded[first : first + n]
-        header = extent_header_bytes(n)
-        yield Extent(
-            start=start,
-            nbytes=round_up(header + total, PAGE),
-            rows=rows[first : first + n],
-            starts=start + header + np.cumsum(picked) - picked,
-        )
-        start += round_up(header + total, PAGE)
-        first += n
+            break
+        nbytes = _extent_bytes(ends, first, n, before)
+        extents.append(Extent(start, nbytes, first, first + n))
+        start, first, before = start + nbytes, first + n, int(ends[first + n - 1])
+    return extents
 
 
-def rows_of(batch: BlockBatch, extent: Extent) -> tuple[bytes, Rows]:
-    """Hashes and rows of an extent's blocks."""
-    records = np.ascontiguousarray(batch.records[extent.rows])
-    rows = np.empty(len(records), ROW_DTYPE)
+def _extent_bytes(ends: NDArray[np.int64], first: int, n: int, before: int) -> int:
+    return round_up(extent_header_bytes(n) + int(ends[first + n - 1]) - before, PAGE)
+
+
+def rows_of(batch: BlockBatch, padded: NDArray[np.int64], extents: Sequence[Extent]) -> Rows:
+    """The rows of a batch that goes into `extents`, without gaps."""
+    rows = np.empty(len(batch), ROW_DTYPE)
     for name in ROW_DTYPE.names or ():
-        rows[name] = extent.starts if name == "offset" else records[name]
-    return batch.keys.take(extent.rows).hashes, rows
+        if name != "offset":
+            rows[name] = batch.records[name]
+    starts = np.cumsum(padded) - padded
+    for extent in extents:
+        inside = starts[extent.first : extent.last]
+        rows["offset"][extent.first : extent.last] = inside - inside[0] + extent.payload_start
+    return rows
 
 
 def is_aligned(batch: BlockBatch, alignment: int) -> bool:
@@ -133,67 +151,47 @@ def is_aligned(batch: BlockBatch, alignment: int) -> bool:
     return address % alignment == 0
 
 
-def write_run_sync(files: Files, run: WriteRun, batch: BlockBatch, *, direct: bool) -> Written:
+def write_run_sync(files: Files, run: WriteRun, arena: memoryview, *, direct: bool) -> Written:
     """Write extents, each payload before its header, until one fails."""
     done = Written(link=run.link)
+    _go_on_sync(files, run, arena, done, direct=direct)
+    if direct and done.error is not None and done.error.errno == errno.EINVAL and not done.torn:
+        files.refuse_direct("a write answered EINVAL")
+        done.error = None
+        _go_on_sync(files, run, arena, done, direct=False)
+    return done
+
+
+def _go_on_sync(
+    files: Files, run: WriteRun, arena: memoryview, done: Written, *, direct: bool
+) -> None:
+    """Write what is not in place yet."""
+    page = aligned_buffer(max(extent_header_bytes(e.last - e.first) for e in run.extents))
     try:
         with files.use_sync(run.path, direct=direct) as fd:
             if os.fstat(fd).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "the segment was deleted", str(run.path))
-            for extent in run.extents:
-                _write_extent_sync(fd, run, batch, extent, done)
+            while done.extents < len(run.extents):
+                _write_extent_sync(fd, run, arena, done, memoryview(page))
     except OSError as exc:
-        if direct and exc.errno == errno.EINVAL and not done.torn:
-            files.refuse_direct("a write answered EINVAL")
-            return _continue_buffered_sync(files, run, batch, done)
         done.error = exc
-    return done
-
-
-def _continue_buffered_sync(
-    files: Files, run: WriteRun, batch: BlockBatch, done: Written
-) -> Written:
-    rest = WriteRun(
-        path=run.path,
-        alignment=run.alignment,
-        generation=run.generation,
-        sequence=run.sequence + len(done.blocks),
-        nonce=run.nonce,
-        link=done.link,
-        extents=run.extents[len(done.blocks) :],
-    )
-    again = write_run_sync(files, rest, batch, direct=False)
-    again.blocks = done.blocks + again.blocks
-    again.nbytes += done.nbytes
-    return again
 
 
 def _write_extent_sync(
-    fd: int, run: WriteRun, batch: BlockBatch, extent: Extent, done: Written
+    fd: int, run: WriteRun, arena: memoryview, done: Written, page: memoryview
 ) -> None:
-    hashes, rows = rows_of(batch, extent)
-    header, link = ExtentHeader(
-        generation=run.generation,
-        sequence=run.sequence + len(done.blocks),
-        nonce=run.nonce,
-        link=done.link,
-        start=extent.start,
-        nbytes=extent.nbytes,
-        n=len(rows),
-    ).pack(join_entries(hashes, rows))
-    arena, unit = batch.arena, run.alignment
-    payload = [
-        arena[a : a + round_up(n, unit)]
-        for a, n in zip(
-            batch.offsets[extent.rows].tolist(), rows["stored_bytes"].tolist(), strict=True
-        )
-    ]
-    done.nbytes += write_all_sync(fd, payload, int(extent.starts[0]))
+    extent = run.extents[done.extents]
+    blocks = slice(extent.first, extent.last)
+    pairs = zip(run.slots[blocks], run.padded[blocks], strict=True)
+    payload = [arena[a : a + n] for a, n in pairs]
+    header, link = run.header(done.extents, done.link)
+    page[: len(header)] = header
+    done.nbytes += write_all_sync(fd, payload, extent.payload_start)
     done.torn = True
-    done.nbytes += write_all_sync(fd, [as_aligned(header, PAGE)], extent.start)
+    done.nbytes += write_all_sync(fd, [page[: len(header)]], extent.start)
     done.torn = False
     done.link = link
-    done.blocks.append((hashes, rows))
+    done.extents += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
