@@ -70,7 +70,12 @@ class Cache:
         self.layout = layout
         self._config = config
         self._isolation = isolation
-        self._ledger = Ledger(layout, arena_bytes=config.arena_bytes, boundary_policy=policy)
+        self._ledger = Ledger(
+            layout,
+            arena_bytes=config.arena_bytes,
+            has_tier=bool(config.url),
+            boundary_policy=policy,
+        )
         self._arena: Arena | None = None
         self._port: LocalStorage | KeeperClient | None = None
         self._closing = False

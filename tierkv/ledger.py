@@ -72,6 +72,7 @@ class Ledger:
     layout: with this engine's block bytes (the largest of the ranks).
     arena_bytes: the smallest of the ranks'.
     ranks: how many storage halves must agree.
+    has_tier: whether there is a storage tier at all, which may take later what it declined.
     boundary_policy: which boundaries are kept (`tierkv.reach.Policy`).
     reserve: share of the arena that saves leave to loads, and loads to saves.
     promise_s: a promise whose load has not begun by then is taken back.
@@ -84,6 +85,7 @@ class Ledger:
         *,
         arena_bytes: int,
         ranks: int = 1,
+        has_tier: bool = True,
         boundary_policy: Policy | str = AUTO,
         reserve: float = 0.125,
         promise_s: float = 30.0,
@@ -104,6 +106,7 @@ class Ledger:
         self._block_tokens = np.array([g.block_tokens for g in layout.groups], np.int64)
         self._budget = int(arena_bytes * (1.0 - reserve))
         self._promise_s, self._pending_s = promise_s, pending_s
+        self._has_tier, self._failed_seen = has_tier, 0
 
     # Requests ----------------------------------------------------------------------------
 
@@ -224,6 +227,14 @@ class Ledger:
         request = self._requests.pop(owner, None)
         if request is not None:
             self._take_back(request)
+            self._write_again()
+
+    def _write_again(self) -> None:
+        """Offer the tier what it did not take, once for each request that ends meanwhile."""
+        failed = self._books.counters["failed_save_blocks"]
+        if self._has_tier and failed != self._failed_seen and self.tier_is_up:
+            self._failed_seen = failed
+            self.rewrite()
 
     def rotate(self) -> int:
         """Make everything older a miss at once, in every tier, in flight included.

@@ -38,7 +38,13 @@ class Simulator:
     """
 
     def __init__(
-        self, layout: Layout, *, slots: int, ranks: int = 1, policy: str = "dense"
+        self,
+        layout: Layout,
+        *,
+        slots: int,
+        ranks: int = 1,
+        policy: str = "dense",
+        has_tier: bool = True,
     ) -> None:
         self.layout = layout
         self.oracle = Oracle.of(layout)
@@ -48,6 +54,7 @@ class Simulator:
             layout,
             arena_bytes=slots * largest,
             ranks=ranks,
+            has_tier=has_tier,
             boundary_policy=policy,
             clock=lambda: 0.0,
         )
@@ -258,12 +265,6 @@ class Simulator:
                 if keys <= self.computed:
                     useful |= keys
         return useful
-
-    def keys_at(self, tokens: Sequence[int], boundary: int) -> set[Key]:
-        """The keys below `boundary` that a hit there needs."""
-        hashes = chain(list(tokens), self.layout.hash_block_tokens).hashes
-        needed = self.oracle.need(boundary) if boundary else frozenset()
-        return {self.key(hashes, b) for b in needed if self._end(b) <= boundary}
 
     def assert_settled(self) -> None:
         """Nothing is leased or in flight, and every slot is accounted for."""

@@ -65,7 +65,7 @@ def test_a_recovered_prompt_loses_its_end_first_too() -> None:
 @pytest.mark.parametrize("others", range(8))
 def test_short_of_room_a_prompt_shrinks_from_its_end_in_all_groups_together(others: int) -> None:
     layout = Layout((full(16), swa(4, 8), mamba(16)))
-    world = Simulator(layout, slots=8 * 4)
+    world = Simulator(layout, slots=8 * 4, has_tier=False)
     first = prompt(1, 8)
     world.run("a", first, [], every_state=True, fault=declined, patient=True)
     for n in range(others):
@@ -75,7 +75,7 @@ def test_short_of_room_a_prompt_shrinks_from_its_end_in_all_groups_together(othe
 
 def test_what_a_hit_used_outlives_the_tails_it_did_not_use() -> None:
     layout = Layout((full(16), swa(4, 8), mamba(16)))
-    world = Simulator(layout, slots=8 * 4)
+    world = Simulator(layout, slots=8 * 4, has_tier=False)
     first = prompt(1, 8)
     world.run("a", first, [], every_state=True, fault=declined, patient=True)
     assert world.hit(first) == 8 * 16
@@ -83,6 +83,19 @@ def test_what_a_hit_used_outlives_the_tails_it_did_not_use() -> None:
         world.run(f"b{n}", prompt(2 + n, 1), [], every_state=True, fault=declined)
     assert world.hit(first) == 8 * 16
     assert world.hit(first[:113]) == 0
+
+
+def test_what_the_tier_declined_is_offered_again_when_a_request_ends() -> None:
+    layout = Layout((full(16),))
+    world = Simulator(layout, slots=64)
+    first, second = prompt(1, 5), prompt(2, 1)
+    world.run("a", first, [], fault=declined)
+    assert world.ledger.unstored_blocks == 5
+    world.run("b", second, [])
+    assert world.ledger.unstored_blocks == 0
+    assert len(world.stored) == 6
+    world.run("c", second, [])
+    assert world.ledger.saves_in_flight() == set()  # nothing is due: nothing is offered
 
 
 def test_an_old_loads_answer_after_a_rotation_deletes_nothing_new() -> None:
