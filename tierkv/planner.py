@@ -208,7 +208,7 @@ def plan_save(
     candidates = progress.waiting + (progress.declined if retry else NOTHING)
     skipped: tuple[int, ...] = ()
     if passes:
-        progress, fresh, skipped = tables.advance(policy, progress, ready, known_tokens)
+        progress, fresh, skipped = tables.advance(policy, progress, upto, ready, known_tokens)
         candidates += fresh
     later = candidates
     if len(candidates):
@@ -223,8 +223,12 @@ def _from(ranges: reach.Ranges, start: int) -> Blocks:
     """The blocks of `ranges` that are not below `start`."""
     if not len(ranges):
         return _NO_BLOCKS
-    first = np.maximum(ranges[:, 0], start)
-    sizes = np.maximum(ranges[:, 1] - first, 0)
+    return _spread(np.maximum(ranges[:, 0], start), ranges[:, 1])
+
+
+def _spread(first: Blocks, end: Blocks) -> Blocks:
+    """All blocks of the half-open ranges, one range after the other."""
+    sizes = np.maximum(end - first, 0)
     before = np.cumsum(sizes) - sizes
     blocks: Blocks = np.arange(int(sizes.sum())) + np.repeat(first - before, sizes)
     return blocks
@@ -252,7 +256,12 @@ class _Tables:
         )
 
     def advance(
-        self, policy: reach.Policy, progress: SaveProgress, ready: int, known_tokens: int
+        self,
+        policy: reach.Policy,
+        progress: SaveProgress,
+        upto: int,
+        ready: int,
+        known_tokens: int,
     ) -> tuple[SaveProgress, Chosen, tuple[int, ...]]:
         """Plan the boundaries that are there at `ready` tokens and were not before.
 
@@ -261,17 +270,17 @@ class _Tables:
         """
         after, next_block = progress.planned_tokens, progress.next_block
         produced = self.produced(after, ready)
-        kept = reach.keep_between(
+        at = reach.boundaries(
             self.layout,
             policy,
-            after,
-            ready,
             known_tokens,
             self.producible(progress.last_state, produced, ready, known_tokens),
             junctions=progress.junctions,
             end_tokens=progress.end_tokens,
-            previous=0,  # what was offered is known block by block
         )
+        at = reach.became_available(self.layout, at, after, ready)
+        at = at[self.whole(at, upto, progress.declined)]
+        kept = reach.needs(self.layout, at)
         fresh = [_from(ranges, start) for ranges, start in zip(kept, next_block, strict=True)]
         ends = [int(n[-1]) + 1 if len(n) else b for n, b in zip(fresh, next_block, strict=True)]
         skipped = (e - b - len(n) for n, e, b in zip(fresh, ends, next_block, strict=True))
@@ -298,6 +307,31 @@ class _Tables:
         ids = [table[b] for b in blocks[inside].tolist()]
         inside[inside] = [i is not None and i != null for i in ids]
         return inside
+
+    def whole(self, at: Blocks, upto: int, declined: Chosen) -> NDArray[np.bool_]:
+        """At which of these boundaries nothing is lost of the groups that are not full.
+
+        Where a prompt goes on from a prefix that the engine held or loaded, pages of the windows
+        below are gone. Half of a tail would be written for nobody.
+        """
+        whole = np.ones(len(at), np.bool_)
+        for g, group in enumerate(self.layout.groups):
+            if group.kind is GroupKind.FULL or not group.reusable:
+                continue
+            first, end = reach.need_each(self.layout, g, at)
+            unsure = first < end
+            # Pages go from the front: where the first is there, so are the others.
+            unsure[unsure] = ~self.has_page(g, first[unsure])
+            if not unsure.any():
+                continue
+            blocks = np.unique(_spread(first[unsure], end[unsure]))
+            blocks = blocks[(blocks + 1) * group.block_tokens <= upto]
+            there = self.kept(self.stock.rows_of(g, self.stock.names(g, blocks.tolist())))
+            there |= self.has_page(g, blocks)
+            there |= np.isin(blocks, declined.blocks[declined.groups == g])
+            lost = blocks[~there]
+            whole &= ~unsure | (np.searchsorted(lost, first) == np.searchsorted(lost, end))
+        return whole
 
     def producible(
         self, last_state: int, produced: Blocks | None, ready: int, known_tokens: int

@@ -273,47 +273,32 @@ def keep(
     at = boundaries(
         layout, policy, known_tokens, produced, junctions=junctions, end_tokens=end_tokens
     )
+    return needs(layout, at)
+
+
+def needs(layout: Layout, at: NDArray[np.int64]) -> list[Ranges]:
+    """The union of `need` over ascending boundaries (tokens): one `Ranges` per group."""
     return [_union(row, at) for row in _rows(layout)]
 
 
-def keep_between(
-    layout: Layout,
-    policy: Policy,
-    after_tokens: int,
-    upto_tokens: int,
-    known_tokens: int,
-    produced: Collection[int] | None = None,
-    *,
-    junctions: Iterable[int] = (),
-    end_tokens: int | None = None,
-    previous: int | None = None,
-) -> list[Ranges]:
-    """What a step that computed tokens `[after_tokens, upto_tokens)` adds to `keep`.
+def need_each(
+    layout: Layout, group: int, at: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`need` of every boundary of `at` by itself: the firsts and the ends."""
+    return _each(_rows(layout)[group], at)
 
-    A boundary becomes available when its tokens and its look-ahead blocks are computed. The answer
-    is the blocks needed by the boundaries that became available in this step, less those that an
-    earlier boundary of the same arguments needed already. So for one `known_tokens`, the answers
-    of any cut into steps `0 = t0 <= t1 <= ... = known_tokens` are disjoint, and their union is
-    `keep(layout, policy, known_tokens, ...)`. Where `known_tokens` grew between two calls (decode),
-    blocks may come again but none is missed.
 
-    previous: the last boundary that earlier steps kept, where that is known better than from the
-        same arguments; 0: leave nothing out.
+def became_available(
+    layout: Layout, at: NDArray[np.int64], after_tokens: int, upto_tokens: int
+) -> NDArray[np.int64]:
+    """Those boundaries of `at` that a step which computed `[after_tokens, upto_tokens)` completed.
 
-    Count as computed only tokens that are final: not the drafted ones that may be taken back.
+    A boundary is there when its tokens and its look-ahead blocks are. So whatever the cut into
+    steps `0 = t0 <= t1 <= …`, each boundary becomes available once. Count as computed only tokens
+    that are final: not the drafted ones that may be taken back.
     """
-    if next_boundary(layout, after_tokens) > upto_tokens:
-        return [_NO_RANGES] * len(layout.groups)
-    ahead = lookahead_tokens(layout)
-    at = boundaries(
-        layout, policy, known_tokens, produced, junctions=junctions, end_tokens=end_tokens
-    )
-    ready = at + ahead
-    new = at[(ready > after_tokens) & (ready <= upto_tokens)]
-    if previous is None:
-        # `need` moves only forward with the boundary, so the last old one bounds them all.
-        previous = max(at[ready <= after_tokens].tolist(), default=0)
-    return [_without_before(_union(row, new), row, previous) for row in _rows(layout)]
+    ready = at + lookahead_tokens(layout)
+    return at[(ready > after_tokens) & (ready <= upto_tokens)]
 
 
 def next_boundary(layout: Layout, after_tokens: int) -> int:
@@ -322,15 +307,14 @@ def next_boundary(layout: Layout, after_tokens: int) -> int:
     return (max(0, after_tokens - ahead) // step + 1) * step + ahead
 
 
-def _without_before(ranges: Ranges, row: _Row, previous: int) -> Ranges:
-    """`ranges` less what boundaries up to `previous` needed."""
-    if not previous or not len(ranges):
-        return ranges
-    end = _need(row, previous)[1]
-    clipped = ranges[ranges[:, 1] > end].copy()
-    if len(clipped):
-        clipped[0, 0] = max(int(clipped[0, 0]), end)
-    return clipped
+def _each(row: _Row, at: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if row.chunk_tokens:
+        low = at // row.chunk_tokens * row.chunk_tokens
+    elif row.back_tokens == _EVERYTHING:
+        low = np.zeros_like(at)
+    else:
+        low = np.maximum(0, at - row.back_tokens)
+    return low // row.block_tokens, at // row.block_tokens + row.ahead_blocks
 
 
 def _union(row: _Row, at: NDArray[np.int64]) -> Ranges:
@@ -338,13 +322,8 @@ def _union(row: _Row, at: NDArray[np.int64]) -> Ranges:
     if not len(at):
         return _NO_RANGES
     if row.back_tokens == _EVERYTHING:
-        return np.array([_need(row, int(at[-1]))], dtype=np.int64)
-    if row.chunk_tokens:
-        low = at // row.chunk_tokens * row.chunk_tokens
-    else:
-        low = np.maximum(0, at - row.back_tokens)
-    first = low // row.block_tokens
-    end = at // row.block_tokens + row.ahead_blocks
+        at = at[-1:]
+    first, end = _each(row, at)
     some = first < end
     first, end = first[some], end[some]
     if not len(first):

@@ -171,39 +171,42 @@ def test_any_cut_into_steps_stores_the_same_blocks_each_once(
 ) -> None:
     inner = data.draw(st.lists(st.integers(0, world.known), max_size=6))
     cuts = [0, *sorted(inner), world.known]
-    policy = reach.Policy.parse(world.policy)
+    at = reach.boundaries(
+        world.layout,
+        reach.Policy.parse(world.policy),
+        world.known,
+        world.produced,
+        junctions=world.junctions,
+    )
     seen: set[Block] = set()
+    passed: list[int] = []
     sizes = [g.block_tokens for g in world.layout.groups]
     for after, upto in itertools.pairwise(cuts):
-        ranges = reach.keep_between(
-            world.layout,
-            policy,
-            after,
-            upto,
-            world.known,
-            world.produced,
-            junctions=world.junctions,
-        )
-        new = blocks_of(ranges)
-        assert not new & seen, "a block was offered twice"
-        assert all((i + 1) * sizes[g] <= upto for g, i in new), "offered before it was computed"
-        seen |= new
+        new = reach.became_available(world.layout, at, after, upto)
+        needed = blocks_of(reach.needs(world.layout, new))
+        assert all((i + 1) * sizes[g] <= upto for g, i in needed), "offered before it was computed"
+        if len(new):
+            assert after < reach.next_boundary(world.layout, after) <= upto
+        passed += new.tolist()
+        seen |= needed
+    assert passed == at.tolist()
     assert seen == world.stored()
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(worlds(("dense",)), st.data())
+@given(worlds(("dense", "interval", "auto")), st.data())
 def test_decoding_step_by_step_stores_what_the_whole_text_would(
     world: World, data: st.DataObject
 ) -> None:
     prompt = data.draw(st.integers(1, world.known))
-    policy = reach.Policy.parse("dense")
-    seen = blocks_of(reach.keep_between(world.layout, policy, 0, prompt, prompt, world.produced))
-    for n in range(prompt, world.known):
-        step = reach.keep_between(world.layout, policy, n, n + 1, n + 1, world.produced)
-        seen |= blocks_of(step)
-    whole = reach.keep(world.layout, policy, world.known, world.produced)
-    assert seen == blocks_of(whole)
+    policy = reach.Policy.parse(world.policy)
+    seen: set[Block] = set()
+    for after, upto in itertools.pairwise([0, *range(prompt, world.known + 1)]):
+        at = reach.boundaries(world.layout, policy, upto, end_tokens=prompt)
+        seen |= blocks_of(
+            reach.needs(world.layout, reach.became_available(world.layout, at, after, upto))
+        )
+    assert seen == blocks_of(reach.keep(world.layout, policy, world.known, end_tokens=prompt))
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -96,8 +96,19 @@ MUTATIONS = {
         "known_tokens",
     ),
     "the first blocks of a step are lost": ("ready > after_tokens)", "ready > after_tokens + 1)"),
-    "a step offers what an earlier one did": ("if not previous or", "if True or"),
-    "a step offers blocks it has not computed": ("ready = at + ahead", "ready = at"),
+    "a step offers what an earlier one did": ("(ready > after_tokens) & ", ""),
+    "a boundary is looked for too late": (
+        "// step + 1) * step + ahead",
+        "// step + 2) * step + ahead",
+    ),
+    "a window's need by itself is one token short": (
+        "np.maximum(0, at - row.back_tokens)",
+        "np.maximum(0, at - row.back_tokens + 1)",
+    ),
+    "a step offers blocks it has not computed": (
+        "ready = at + lookahead_tokens(layout)",
+        "ready = at",
+    ),
 }
 
 
@@ -166,13 +177,18 @@ def check_prompt(
     parsed = r.Policy.parse(policy)
     stored = blocks(r.keep(layout, parsed, known, produced))
     assert stored == oracle.store(oracle.kept_boundaries(policy, known, produced))
-    seen: set[Block] = set()
+    at, passed = r.boundaries(layout, parsed, known, produced), []
     for after, upto in ((0, known // 2), (known // 2, known - 1), (known - 1, known)):
-        new = blocks(r.keep_between(layout, parsed, after, upto, known, produced))
-        assert not new & seen
-        assert all((i + 1) * layout.groups[g].block_tokens <= upto for g, i in new)
-        seen |= new
-    assert seen == stored
+        new = r.became_available(layout, at, after, upto)
+        needed = blocks(r.needs(layout, new))
+        assert all((i + 1) * layout.groups[g].block_tokens <= upto for g, i in needed)
+        assert not len(new) or after < r.next_boundary(layout, after) <= upto
+        passed += new.tolist()
+    assert passed == at.tolist()
+    for g in range(len(layout.groups)):
+        firsts, ends = r.need_each(layout, g, at)
+        each = list(zip(firsts.tolist(), ends.tolist(), strict=True))
+        assert each == [r.need(layout, g, b) for b in at.tolist()]
     whole = oracle.everything(known + 4)
     for shorter in (known - 1, known):  # another prompt stored more than this one knows
         ours = r.longest_hit(layout, shorter, lambda g, i: (g, i) in whole)
