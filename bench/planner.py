@@ -5,7 +5,8 @@ DeepSeek-V4-Flash (unit 4 tokens, state groups of 4 and 8 tokens). Medians of ``
 milliseconds:
 
 lookup: `Ledger.lookup` of a prompt of which all is kept, promise taken back included.
-lookup_few_tails: the same where every full-attention block is there and no tail but the first.
+lookup_few_tails: the same where every full-attention block is there and, within reach, no tail but
+    that of the first boundary.
 lookup_miss: the same where nothing is there.
 plan: `planner.plan_save` of a prompt of which nothing is kept yet, computed at once.
 save: `Ledger.begin_save` of the same: with slots, rows and the move.
@@ -33,7 +34,7 @@ import numpy as np
 from tierkv import planner, reach
 from tierkv.blocks import Copied, Move, MoveDone, Outcome
 from tierkv.index import Index
-from tierkv.layout import GroupKind, Layout
+from tierkv.layout import Layout
 from tierkv.ledger import Ledger
 from tierkv.presets import load_preset
 
@@ -86,30 +87,29 @@ def _land(ledger: Ledger, move: Move | None) -> None:
         ledger.apply(0, MoveDone(move.id, np.full(len(move), Outcome.DECLINED, np.uint8)))
 
 
-def _lookup_ms(ledger: Ledger, prompt: Prompt, rounds: int) -> float:
+def _lookup_ms(ledger: Ledger, prompt: Prompt, known_tokens: int, rounds: int) -> float:
     def look() -> None:
-        ledger.lookup("look", prompt.hashes, known_tokens=prompt.tokens)
+        ledger.lookup("look", prompt.hashes, known_tokens=known_tokens)
 
     return median_ms(rounds, look, lambda: ledger.release("look"))
 
 
-def _few_tails(layout: Layout, prompt: Prompt) -> Ledger:
-    """A ledger with every full block of the prompt, and tails at the first boundary alone."""
-    ledger = _ledger(layout, "dense")
-    step = layout.alignment_tokens
-    pages: list[list[int]] = [
-        table if g.kind is GroupKind.FULL else table[: step // g.block_tokens]
-        for g, table in zip(layout.groups, prompt.pages, strict=True)
-    ]
-    move = ledger.begin_save(
-        "save",
-        prompt.hashes,
-        computed_tokens=prompt.tokens,
-        known_tokens=prompt.tokens,
-        block_ids=pages,
-    )
-    _land(ledger, move)
-    return ledger
+def few_tails(layout: Layout, prompt: Prompt) -> tuple[Ledger, int]:
+    """A ledger with all full blocks of the prompt, but tails at its first and last boundary alone.
+
+    And how many tokens a prompt knows that may not end at the last.
+    """
+    ledger, step = _ledger(layout, "end"), layout.alignment_tokens
+    for owner, tokens in (("first", step + 1), ("all", prompt.tokens)):
+        move = ledger.begin_save(
+            owner,
+            prompt.hashes,
+            computed_tokens=tokens,
+            known_tokens=tokens,
+            block_ids=prompt.pages,
+        )
+        _land(ledger, move)
+    return ledger, (prompt.tokens - 1) // step * step
 
 
 def _decode_ms(layout: Layout, policy: str, prompt: Prompt, rounds: int) -> float:
@@ -137,6 +137,7 @@ def measure(layout: Layout, policy: str, tokens: int, rounds: int) -> dict[str, 
     _land(kept, _save(kept, prompt))
     parsed, empty = reach.Policy.parse(policy), Index(len(layout.groups))
     fresh = [_ledger(layout, policy)]
+    few, known = few_tails(layout, prompt)
 
     def plan() -> None:
         planner.plan_save(
@@ -151,9 +152,9 @@ def measure(layout: Layout, policy: str, tokens: int, rounds: int) -> dict[str, 
         )
 
     return {
-        "lookup": _lookup_ms(kept, prompt, rounds),
-        "lookup_few_tails": _lookup_ms(_few_tails(layout, prompt), prompt, rounds),
-        "lookup_miss": _lookup_ms(_ledger(layout, policy), prompt, rounds),
+        "lookup": _lookup_ms(kept, prompt, tokens, rounds),
+        "lookup_few_tails": _lookup_ms(few, prompt, known, rounds),
+        "lookup_miss": _lookup_ms(_ledger(layout, policy), prompt, tokens, rounds),
         "plan": median_ms(rounds, plan),
         "save": median_ms(
             rounds,

@@ -48,8 +48,8 @@ def test_the_cases_are_what_they_are_called() -> None:
     kept = planner._ledger(layout, "auto")
     planner._land(kept, planner._save(kept, prompt))
     assert kept.lookup("x", prompt.hashes, known_tokens=5000).tokens == 4864
-    few = planner._few_tails(layout, prompt)
-    assert few.lookup("x", prompt.hashes, known_tokens=5000).tokens == 256
-    assert few.stats()["pinned_blocks"] == 19 + 5
+    few, known = planner.few_tails(layout, prompt)
+    assert few.stats()["pinned_blocks"] == 19 + 2 * 5
+    assert few.lookup("x", prompt.hashes, known_tokens=known).tokens == 256
     empty = planner._ledger(layout, "auto")
     assert empty.lookup("x", prompt.hashes, known_tokens=5000).tokens == 0
