@@ -102,7 +102,7 @@ class Ledger:
         self._flights = Flights(self._books)
         self._holdings = Holdings(self._books)
         self._requests: dict[str, _Request] = {}
-        self._promises: deque[tuple[_Request, _Promise]] = deque()
+        self._promises: deque[tuple[_Request, float]] = deque()
         self._block_tokens = np.array([g.block_tokens for g in layout.groups], np.int64)
         self._budget = int(arena_bytes * (1.0 - reserve))
         self._promise_s, self._pending_s = promise_s, pending_s
@@ -390,7 +390,7 @@ class Ledger:
         books.touch(rows)
         expires = books.clock() + self._promise_s
         request.promise = _Promise(plan, local_tokens, expires)
-        self._promises.append((request, request.promise))
+        self._promises.append((request, expires))
         return 1.0
 
     def _take_back(self, request: _Request) -> None:
@@ -410,9 +410,9 @@ class Ledger:
         # All promises are good for equally long, so the oldest expires first.
         now = self._books.clock()
         while self._promises:
-            request, promise = self._promises[0]
-            if request.promise is promise:
-                if promise.expires >= now:
+            request, expires = self._promises[0]
+            if request.promise is not None and request.promise.expires == expires:
+                if expires >= now:
                     return
                 self._take_back(request)
                 self._books.counters["promises_expired"] += 1
