@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import uvloop
 from rich.progress import Progress
 
 from bench import disk_report
@@ -46,7 +47,7 @@ from tierkv.blocks import HASH_BYTES
 from tierkv.pinned import Arena
 from tierkv.urls import parse_size
 
-JOB_BYTES: Final = 8 << 20
+JOB_BYTES: Final = 16 << 20
 KINDS: Final = ("write", "read", "mixed")
 _DROP_CACHES: Final = Path("/proc/sys/vm/drop_caches")
 _SETS_ON_DISK: Final = 3
@@ -291,7 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="tierkv-bench-") as folder:
         machine = disk_report.machine(Path(folder))
-        runs = asyncio.run(run(args, Path(folder)))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runs = runner.run(run(args, Path(folder)))
     report = {
         # One run is the usual case, so its engines stand at the top as well.
         "engines": runs[0]["engines"],

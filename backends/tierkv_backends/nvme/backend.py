@@ -84,6 +84,7 @@ class NvmeBackend(Backend):
         self._control: ThreadPoolExecutor | None = None
         self._opened: Store | None = None
         self._table = Table()
+        self._reads = 0
         self._space: Space | None = None
 
     @classmethod
@@ -346,9 +347,11 @@ class NvmeBackend(Backend):
             parts += [(segment, piece) for piece in self._pieces(part)]
         for segment, _ in parts:
             segment.readers += 1
+        self._reads += 1
         try:
-            done = await finish(self._read_parts(store, batch, parts))
+            done = await self._read_parts(store, batch, parts)
         finally:
+            self._reads -= 1
             for segment, _ in parts:
                 segment.readers -= 1
             space.released()
@@ -383,10 +386,12 @@ class NvmeBackend(Backend):
         )
 
     def _pieces(self, part: ReadPart) -> list[ReadPart]:
+        """The part, cut for the threads that nobody else keeps busy."""
         if not len(part.rows):
             return []
-        pieces = min(self._options.threads, 1 + int(part.padded.sum()) // SPLIT_BYTES)
-        return list(split_part(part, pieces))
+        idle = self._options.threads // (1 + self._reads)
+        pieces = min(idle, 1 + int(part.padded.sum()) // SPLIT_BYTES)
+        return list(split_part(part, pieces)) if pieces > 1 else [part]
 
     async def _read_parts(
         self, store: Store, batch: BlockBatch, parts: list[tuple[Segment, ReadPart]]
@@ -398,8 +403,8 @@ class NvmeBackend(Backend):
             self._transfer(self._read_sync, store, part, batch, aligned and store.direct(segment))
             for segment, part in parts
         ]
-        await asyncio.wait(jobs)  # all of them, before anyone's buffer is given back
-        return [job.result() for job in jobs]
+        # All of them, before anyone's buffer is given back.
+        return list(await finish(asyncio.gather(*jobs)))
 
     @staticmethod
     def _read_sync(store: Store, part: ReadPart, batch: BlockBatch, direct: bool) -> ReadDone:

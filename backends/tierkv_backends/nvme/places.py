@@ -24,6 +24,9 @@ _GONE: Final = -2
 _FULLEST: Final = 0.7
 """Share of filled slots from which chains become long."""
 
+_WINDOW: Final = 8
+"""Slots that are looked at together: one cache line of places, and seldom a second round."""
+
 _MULTIPLIERS: Final = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
 )
@@ -80,30 +83,41 @@ class PlaceMap:
         self._resize(1 << max(10, (2 * (len(prints) + more)).bit_length()))
         self._insert(prints, places)
 
-    def _home(self, prints: Prints) -> NDArray[np.int64]:
-        return (prints & np.uint64(self._mask)).astype(np.int64)
+    def _window(self, prints: Prints, chain: int) -> NDArray[np.int64]:
+        """int64[n, WINDOW]: the slots of each from the `chain`-th on."""
+        home = (prints & np.uint64(self._mask)).astype(np.int64)
+        return (home[:, None] + np.arange(chain, chain + _WINDOW)) & self._mask
 
     def _slots(self, prints: Prints) -> NDArray[np.int64]:
         """Slot of each, or -1."""
         found = np.full(len(prints), -1, np.int64)
-        left, at = np.arange(len(prints)), self._home(prints)
+        left, chain = np.arange(len(prints)), 0
         while len(left):
-            place = self._place[at]
-            hit = (self._print[at] == prints) & (place >= 0)
-            found[left[hit]] = at[hit]
-            on = np.flatnonzero(~hit & (place != _EMPTY))
-            left, prints, at = left[on], prints[on], (at[on] + 1) & self._mask
+            wanted = prints[left]
+            slots = self._window(wanted, chain)
+            places = self._place[slots]
+            hits = (self._print[slots] == wanted[:, None]) & (places >= 0)
+            which = hits.argmax(axis=1)
+            row = np.arange(len(left))
+            hit = hits[row, which]
+            found[left[hit]] = slots[row, which][hit]
+            left = left[~hit & (places != _EMPTY).all(axis=1)]
+            chain += _WINDOW
         return found
 
     def _insert(self, prints: Prints, places: Places) -> None:
         """Enter what is not there, each in the first free slot of its chain."""
-        at = self._home(prints)
-        while len(at):
+        left, chain = np.arange(len(prints)), 0
+        while len(left):
+            slots = self._window(prints[left], chain)
+            free = self._place[slots] < 0
+            at = slots[np.arange(len(left)), free.argmax(axis=1)]
             before = self._place[at]
-            free = before < 0
-            self._place[at[free]] = places[free]
-            won = free & (self._place[at] == places)  # of several in one slot the last one
-            self._print[at[won]] = prints[won]
+            usable = before < 0
+            self._place[at[usable]] = places[left[usable]]
+            won = usable & (self._place[at] == places[left])  # of several in a slot the last
+            self._print[at[won]] = prints[left[won]]
             self._filled += int((before[won] == _EMPTY).sum())
-            on = np.flatnonzero(~won)
-            prints, places, at = prints[on], places[on], (at[on] + 1) & self._mask
+            left = left[~won]
+            if not usable.any():
+                chain += _WINDOW
