@@ -2,7 +2,7 @@
 #
 #   make demo        the main job on this machine, with a table of what happened
 #   make test        every test but those of the real engine
-#   make nightly     the law of reachability on 50,000 layouts (a quarter of an hour)
+#   make nightly     the law of reachability on 50,000 layouts (half an hour)
 #   make check       ruff, mypy, import-linter
 #   make test-vllm   the tests with a real vLLM engine, in an environment of its own
 #
@@ -46,10 +46,11 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest --ignore=tests/vllm
 
-# 25 times the examples of `make test`: the tests of the law and of the index seen along a prompt.
+# 25 times the examples of `make test`: the tests of the law, pure and through the ledger.
 nightly: setup
 	TIERKV_LAW_SCALE=25 $(BIN)/python -m pytest --timeout=0 \
-		tests/core/test_reach_law.py tests/core/test_policy_auto.py tests/core/test_stock.py
+		tests/core/test_reach_law.py tests/core/test_policy_auto.py \
+		tests/core/test_stock.py tests/core/test_ledger_law.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv import planner, policy
+from tierkv import planner, policy, reach
 from tierkv.blocks import (
     Copied,
     Event,
@@ -41,6 +41,7 @@ from tierkv.index import Pinned, Rows, Tier
 from tierkv.layout import Layout
 from tierkv.planner import BlockTables, Chosen, HitPlan, SavePlan, SaveProgress
 from tierkv.reach import AUTO, Policy, PolicyKind
+from tierkv.stock import SeenBoundaries, Stock
 
 __all__ = ["Agree", "Command", "Hit", "Ledger", "Miss", "Rotate", "Submit"]
 
@@ -102,6 +103,7 @@ class Ledger:
         self._flights = Flights(self._books)
         self._holdings = Holdings(self._books)
         self._requests: dict[str, _Request] = {}
+        self._seen = SeenBoundaries()
         self._promises: deque[tuple[_Request, float]] = deque()
         self._block_tokens = np.array([g.block_tokens for g in layout.groups], np.int64)
         self._budget = int(arena_bytes * (1.0 - reserve))
@@ -203,7 +205,10 @@ class Ledger:
             block_ids=block_ids,
             null_block_id=null_block_id,
             retry=retry,
+            seen=self._seen,
         )
+        if not (request.progress.next_block or reach.tells_junctions(self.layout)):
+            self._seen.add(Stock(books.index, self.layout, hashes).boundary_names())
         request.progress = plan.progress
         if len(plan.kept_rows):
             request.rows = np.append(request.rows, plan.kept_rows)
@@ -247,6 +252,7 @@ class Ledger:
             self._take_back(request)
             request.progress = SaveProgress()
             request.rows = request.rows[:0]
+        self._seen.clear()
         for row in books.index.live().tolist():
             books.index.forget(row)
             books.index.tier[row] = Tier.ABSENT

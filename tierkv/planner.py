@@ -7,7 +7,7 @@ a hit needs can therefore not disagree. `tierkv.ledger` acts on the plans.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -188,12 +188,15 @@ def plan_save(
     block_ids: BlockTables,
     null_block_id: int | None = None,
     retry: bool = False,
+    seen: Container[bytes] = (),
 ) -> SavePlan:
     """What the policy keeps of [0, computed_tokens) and nobody has offered yet.
 
     block_ids: tables may be shorter than the prompt; an entry that is None or `null_block_id` has
         no page. Without a `null_block_id`, id 0 is a page like any other.
     retry: offer declined blocks again (their pages may still be there).
+    seen: hashes at boundaries of earlier prompts, for a layout whose index does not tell where
+        prompts branch (`reach.tells_junctions`).
     """
     upto = min(computed_tokens, len(hashes) * layout.hash_block_tokens)
     # A boundary is planned when it is computed if its look-ahead is known to come: by the time
@@ -204,7 +207,7 @@ def plan_save(
         return SavePlan(NOTHING, [], _NO_BLOCKS, _NO_BLOCKS, progress, ())  # most decode steps
     tables = _Tables(index, layout, Stock(index, layout, hashes), block_ids, null_block_id)
     if not progress.next_block:
-        progress = tables.first_progress(policy, known_tokens)
+        progress = tables.first_progress(policy, known_tokens, seen)
     candidates = progress.waiting + (progress.declined if retry else NOTHING)
     skipped: tuple[int, ...] = ()
     if passes:
@@ -244,11 +247,17 @@ class _Tables:
     block_ids: BlockTables
     null_block_id: int | None
 
-    def first_progress(self, policy: reach.Policy, known_tokens: int) -> SaveProgress:
+    def first_progress(
+        self, policy: reach.Policy, known_tokens: int, seen: Container[bytes]
+    ) -> SaveProgress:
         """Where a prompt begins whose blocks were not offered yet."""
         junction = 0
-        if policy.kind is not reach.PolicyKind.DENSE:
-            junction = reach.junction(self.layout, known_tokens, self.stock)
+        if policy.kind is reach.PolicyKind.DENSE:
+            pass
+        elif reach.tells_junctions(self.layout):
+            junction = reach.known_prefix(self.layout, known_tokens, self.stock)
+        else:
+            junction = self.stock.last_seen(seen)
         return SaveProgress(
             next_block=(0,) * len(self.layout.groups),
             end_tokens=known_tokens,

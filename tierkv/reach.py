@@ -403,15 +403,13 @@ def known_prefix(
     return top
 
 
-def junction(layout: Layout, known_tokens: int, view: View) -> int:
-    """The boundary at which a prompt leaves what is known; 0: it shares nothing, or nobody knows.
+@functools.lru_cache(maxsize=64)
+def tells_junctions(layout: Layout) -> bool:
+    """Whether what is kept tells how far prompts share a beginning: by full-attention blocks.
 
-    The beginning that prompts share is known by its full-attention blocks, which are kept up to
-    the last boundary whatever the policy. Without a full group nothing tells.
+    They are kept up to the last boundary whatever the policy. Without a full group nothing tells.
     """
-    if not any(row.back_tokens == _EVERYTHING for row in _rows(layout)):
-        return 0
-    return known_prefix(layout, known_tokens, view)
+    return any(row.back_tokens == _EVERYTHING for row in _rows(layout))
 
 
 def _highest_with_tails(layout: Layout, top: int, local_tokens: int, view: View) -> int:

@@ -7,7 +7,8 @@ there, in passes over whole columns; no question is asked block by block in Pyth
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Sequence
 from itertools import repeat
 from typing import Final
 
@@ -56,6 +57,18 @@ class Stock:
         """The hashes that name these blocks."""
         units, hashes = self._units[group], self._hashes
         return [hashes[(b + 1) * units - 1] for b in blocks]
+
+    def boundary_names(self) -> Sequence[bytes]:
+        """The hash at every multiple of the alignment, in order."""
+        return self._hashes[self._step_units - 1 :: self._step_units]
+
+    def last_seen(self, seen: Container[bytes]) -> int:
+        """The last boundary (tokens) whose hash is in `seen`, or 0.
+
+        Hashes are a chain: where one was seen, all before it were, as long as none is forgotten.
+        """
+        names = self.boundary_names()
+        return bisect_left(names, True, key=lambda name: name not in seen) * self._step
 
     def rows_of(self, group: int, names: Sequence[bytes]) -> Rows:
         """Rows of the blocks with these names; -1 where a block has none."""
@@ -120,3 +133,33 @@ class Stock:
             return False
         row, index = self._finders[group](self._hashes[at], -1), self._index
         return row >= 0 and bool(index.pinned.item(row) or index.tier.item(row) == _RESIDENT)
+
+
+class SeenBoundaries:
+    """Hashes at the boundaries of earlier prompts, where the index does not tell what is shared.
+
+    most: how many are remembered; the oldest prompts are forgotten first. 2**18 take 40 MB.
+    """
+
+    def __init__(self, most: int = 1 << 18) -> None:
+        self._most = most
+        self._names: dict[bytes, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def add(self, names: Sequence[bytes]) -> None:
+        """Remember a prompt's hashes, given in order; what was known is as good as new."""
+        for name in names:
+            self._names.pop(name, None)
+        # From the end: what is forgotten first is an end, so that a chain never has a hole.
+        self._names.update(dict.fromkeys(reversed(names)))
+        while len(self._names) > self._most:
+            del self._names[next(iter(self._names))]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._names.clear()

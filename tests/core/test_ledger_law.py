@@ -9,6 +9,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.core.scale import examples
 from tests.core.simulator import Key, Simulator, no_fault
 from tests.core.test_reach_law import groups, make_layout
 from tierkv.blocks import Outcome
@@ -56,7 +57,7 @@ def room_for(layout: Layout, tokens: list[list[int]]) -> int:
     return blocks * 8 // 7 + 1
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(st.data(), layouts(), st.sampled_from([1, 1, 2]))
 def test_without_faults_every_hit_is_that_of_everything_and_nothing_is_wasted(
     data: st.DataObject, layout: Layout, ranks: int
@@ -84,7 +85,7 @@ def test_without_faults_every_hit_is_that_of_everything_and_nothing_is_wasted(
     world.assert_settled()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data(), layouts())
 def test_a_prefix_that_the_engine_holds_itself_is_kept_as_well(
     data: st.DataObject, layout: Layout
@@ -103,7 +104,7 @@ def test_a_prefix_that_the_engine_holds_itself_is_kept_as_well(
             assert max(hit, held) == max(world.best(prompt, world.computed, local=held), held)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(st.data(), layouts(), st.sampled_from([1, 2]), st.randoms(use_true_random=False))
 def test_after_faults_everything_is_offered_again_and_nothing_for_ever(
     data: st.DataObject, layout: Layout, ranks: int, dice: Random

@@ -285,19 +285,23 @@ class LedgerMachine(RuleBasedStateMachine):
             for rank in self.ranks:
                 assert rank.up and key in rank.tier
 
-    def teardown(self) -> None:
-        for r, rank in enumerate(self.ranks):
-            if not rank.up:
-                self.open(r)
+    def settle(self) -> None:
         for _ in range(400):
             for r in range(RANKS):
                 self.step(r, "")
                 self.hung_move_ends(r, False)
+
+    def teardown(self) -> None:
+        for r, rank in enumerate(self.ranks):
+            if not rank.up:
+                self.open(r)
+        self.settle()
         for who in range(4):
             self.ledger.release(f"r{who}")
             for p in range(len(PROMPTS)):
                 self.ledger.release(f"p{p}w{who}")
         self.obey()
+        self.settle()  # what the tier did not take is offered again when requests end
         ledger, books = self.ledger, self.ledger._books
         assert not any(r.retiring or r.todo or r.hung for r in self.ranks)
         assert ledger.moves_in_flight == 0 and not ledger._flights._by_id

@@ -20,9 +20,10 @@ from tierkv.blocks import Copied, MoveDone, Outcome
 from tierkv.errors import ConfigError
 from tierkv.hashing import chain
 from tierkv.index import Index, Tier
-from tierkv.layout import GroupKind, Layout
+from tierkv.layout import Group, GroupKind, Layout
 from tierkv.ledger import Ledger
 from tierkv.presets import load_preset
+from tierkv.stock import SeenBoundaries, Stock
 
 Tokens = list[int]
 
@@ -204,7 +205,7 @@ def test_a_junction_is_learned_from_what_came_back_after_a_restart_too() -> None
     assert again.hit(trunk[:22] + fresh(200, 9)) == 20
 
 
-def test_without_full_attention_the_ladder_and_the_ends_are_all() -> None:
+def test_without_full_attention_the_planner_alone_knows_no_junction() -> None:
     layout = Layout((swa(4, 8), mamba(4)))
     world, trunk = Planned(layout, "auto:16"), fresh(0, 41)
     world.save(trunk)
@@ -270,21 +271,47 @@ def test_engine_means_nothing_without_an_engine() -> None:
         reach.boundaries(layout, engine, 100)
 
 
-def test_the_ledger_learns_junctions_by_itself() -> None:
-    layout = Layout((full(4), swa(2, 4)))
-    ledger = Ledger(layout, arena_bytes=100 << 12, clock=lambda: 0.0)
-    trunk = fresh(0, 41)
-    for n, tokens in enumerate((trunk, trunk[:22] + fresh(100, 9))):
-        move = ledger.begin_save(
-            f"r{n}",
-            chain(tokens, layout.hash_block_tokens).hashes,
-            computed_tokens=len(tokens),
-            known_tokens=len(tokens),
-            block_ids=[list(range(1, 50))] * 2,
-        )
-        assert move is not None
+def serve(ledger: Ledger, owner: str, tokens: Tokens) -> int:
+    """Look a prompt up and save it; the hit."""
+    hashes = chain(tokens, ledger.layout.hash_block_tokens).hashes
+    hit = ledger.lookup(owner, hashes, known_tokens=len(tokens)).tokens
+    move = ledger.begin_save(
+        owner,
+        hashes,
+        computed_tokens=len(tokens),
+        known_tokens=len(tokens),
+        block_ids=[list(range(1, 50))] * len(ledger.layout.groups),
+    )
+    if move is not None:
         ledger.apply(0, Copied(move.id))
         ledger.apply(0, MoveDone(move.id, np.full(len(move), Outcome.DECLINED, np.uint8)))
-    third = trunk[:22] + fresh(200, 9)
-    hashes = chain(third, layout.hash_block_tokens).hashes
-    assert ledger.lookup("third", hashes, known_tokens=len(third)).tokens == 20
+    ledger.release(owner)
+    return hit
+
+
+@pytest.mark.parametrize("groups", [(full(4), swa(2, 4)), (swa(4, 8), mamba(4)), (mamba(4),)])
+def test_the_ledger_learns_junctions_by_itself(groups: tuple[Group, ...]) -> None:
+    ledger = Ledger(Layout(groups), arena_bytes=200 << 12, clock=lambda: 0.0)
+    trunk = fresh(0, 41)
+    assert serve(ledger, "a", trunk) == 0
+    assert serve(ledger, "b", trunk[:22] + fresh(100, 9)) == 0
+    assert serve(ledger, "c", trunk[:22] + fresh(200, 9)) == 20
+    assert serve(ledger, "d", trunk[:13] + fresh(300, 9)) in (0, 12)
+    assert serve(ledger, "e", trunk[:13] + fresh(400, 9)) == 12
+    ledger.rotate()
+    assert serve(ledger, "f", trunk[:22] + fresh(500, 9)) == 0
+
+
+def test_what_is_remembered_of_prompts_has_a_bound() -> None:
+    seen = SeenBoundaries(most=12)
+    old, new = chain(fresh(0, 32), 4).hashes, chain(fresh(1000, 32), 4).hashes
+    seen.add(old)
+    seen.add(new)
+    assert len(seen) == 12
+    assert all(name in seen for name in new)
+    # Of the oldest, the end was forgotten first, so where its chain is known it has no hole.
+    assert [name in seen for name in old] == [True] * 4 + [False] * 4
+    stock = Stock(Index(1), Layout((mamba(4),)), old)
+    assert stock.last_seen(seen) == 16
+    assert stock.last_seen(set(old)) == 32
+    assert stock.last_seen(()) == 0
