@@ -30,8 +30,8 @@ from tierkv.local import LocalStorage
 from tierkv.pinned import Arena
 from tierkv.storage import StorageConfig, StoragePort
 
-EXTENT_BYTES: Final = 2 << 20
-"""What `raw` moves per system call: the shape that `nvme` aims at."""
+EXTENT_BYTES: Final = 8 << 20
+"""What `raw` moves per system call: the shape of `nvme`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class ThreadedEngine(Engine):
 
 
 class RawEngine(ThreadedEngine):
-    """The device's limit: 2 MiB vectored direct I/O on one preallocated file, and nothing else.
+    """The device's limit: 8 MiB vectored direct I/O on one preallocated file, and nothing else.
 
     A vector per block, as `nvme` needs. Blocks lie where their slot says; sets take turns in as
     much of the file as the other engines may fill, so that nothing is read from a small hot area.

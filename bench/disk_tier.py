@@ -11,7 +11,7 @@ that space is used again from then on, as it is in a store that has run for a wh
 Engines: ``tierkv`` (in process), ``tierkv-nosum`` (without checksums, to see what they cost),
 ``tierkv-keeper`` (in a process of its own), ``files`` and ``aiofiles`` (a file per block, renamed
 into place), ``vllm-fs`` (vLLM's own tier; run this with the interpreter that has vLLM), ``raw``
-(the disk's limit for 2 MiB vectored direct I/O). Buffered engines are synced inside the clock.
+(the disk's limit for 8 MiB vectored direct I/O). Buffered engines are synced inside the clock.
 
 ``--block-bytes`` and ``--jobs`` take lists and are swept. ``--gil-load`` adds a thread that spins
 in Python in this process. ``--png`` draws the curves; ``--draw FILE`` draws those of earlier JSON.

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-RUN_EXTENTS: Final = 8
+RUN_EXTENTS: Final = 2
 """Extents that one trip to a thread writes: 16 MiB, some 10 ms of a fast disk, so that the trip
 costs nothing and a cancelled write ends soon."""
 
