@@ -180,6 +180,20 @@ def engine(
         made.close()
 
 
+def corrupt_loads(ours: Engine, group: int) -> None:
+    """Zero the slots of one group's blocks right before they are copied into the pages."""
+    worker = ours.worker_side
+    scatter = worker._pages.scatter
+
+    def zero_first(groups: Any, block_ids: Any, arena: Any, offsets: Any) -> None:
+        nbytes = worker._layout.groups[group].block_bytes
+        for offset in offsets[groups == group].tolist():
+            arena[offset : offset + nbytes] = 0
+        scatter(groups, block_ids, arena, offsets)
+
+    worker._pages.scatter = zero_first
+
+
 class References:
     """Answers of an engine without a connector."""
 

@@ -1,16 +1,21 @@
-"""`python -m one_round MODEL EXTRA_JSON`: one engine, one round, the answers as JSON."""
+"""`python -m one_round MODEL EXTRA_JSON [GROUP]`: one engine, one round, the answers as JSON.
+
+With GROUP the loaded bytes of that group are corrupted.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from engines import ROUND, engine
+from engines import ROUND, corrupt_loads, engine
 
 
-def main(model: str, extra: str) -> None:
+def main(model: str, extra: str, group: str = "") -> None:
     """Print tokens, logprobs, hit lengths and loaded bytes as the last line."""
     with engine(model, extra=json.loads(extra)) as ours:
+        if group:
+            corrupt_loads(ours, int(group))
         answers = ours.ask(ROUND)
         ours.settle()
         found = {

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from engines import LARGE_POOL, ROUND, Answer, Engine, References, engine, prompt
+from engines import (
+    LARGE_POOL,
+    ROUND,
+    Answer,
+    References,
+    corrupt_loads,
+    engine,
+    prompt,
+)
 
 from tierkv import reach
 from tierkv.layout import Layout
@@ -22,20 +28,6 @@ def planned_bytes(layout: Layout, boundary: int) -> int:
         first, end = reach.load_range(layout, g, boundary)
         total += (end - first) * group.block_bytes
     return total
-
-
-def corrupt_loads(ours: Engine, group: int) -> None:
-    """Zero the slots of one group's blocks right before they are copied into the pages."""
-    worker = ours.worker_side
-    scatter = worker._pages.scatter
-
-    def zero_first(groups: Any, block_ids: Any, arena: Any, offsets: Any) -> None:
-        nbytes = worker._layout.groups[group].block_bytes
-        for offset in offsets[groups == group].tolist():
-            arena[offset : offset + nbytes] = 0
-        scatter(groups, block_ids, arena, offsets)
-
-    worker._pages.scatter = zero_first
 
 
 def test_the_engine_alone_repeats_itself_and_its_small_pool_forgets(

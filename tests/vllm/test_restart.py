@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENVIRONMENT, HERE, ROUND, References, engine
-from test_engine import GROUPS, corrupt_loads, planned_bytes, same
+from engines import ENVIRONMENT, HERE, ROUND, References, corrupt_loads, engine
+from test_engine import GROUPS, planned_bytes, same
 
 
 def nvme(store: Path) -> dict[str, Any]:
@@ -25,10 +25,23 @@ def fill(model: str, store: Path) -> None:
         assert ours.counters["stored_bytes"] > 0
 
 
-def one_round_command(model: str, extra: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+def one_round_command(
+    model: str, extra: dict[str, Any], *more: str
+) -> tuple[list[str], dict[str, str]]:
     """How another process runs one round, and its environment."""
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{HERE}:{HERE / 'plugin'}"}
-    return [sys.executable, "-m", "one_round", model, json.dumps(extra)], environment
+    return [sys.executable, "-m", "one_round", model, json.dumps(extra), *more], environment
+
+
+def one_round(model: str, store: Path, *more: str) -> dict[str, Any]:
+    """What another process answers over this store."""
+    command, environment = one_round_command(model, nvme(store), *more)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def test_a_second_engine_loads_from_nvme_with_the_same_output(
@@ -63,22 +76,24 @@ def test_a_new_process_loads_from_nvme_with_the_same_output(
     model: str, store: Path, references: References
 ) -> None:
     fill(model, store)
-    command, environment = one_round_command(model, nvme(store))
-    done = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = one_round(model, store)
     plain, cached = references[model]
     assert found["tokens"] == [list(a.tokens) for a in plain]
     assert found["logprobs"] == [list(a.logprobs) for a in plain]
     assert found["cached_tokens"] == [a.cached_tokens for a in cached]
     assert found["loaded_bytes"] == found["copied_in_bytes"] > 0
+
+
+@pytest.mark.parametrize(("tiny", "group"), [("tinyllama", 0), ("tinygemma3", 1)])
+def test_twin_of_the_new_process_sees_one_corrupted_group(
+    tiny: str, group: int, store: Path, references: References
+) -> None:
+    fill(tiny, store)
+    found = one_round(tiny, store, str(group))
+    plain, cached = references[tiny]
+    assert found["cached_tokens"] == [a.cached_tokens for a in cached]
+    for logprobs, answer in zip(found["logprobs"], plain, strict=True):
+        assert logprobs != list(answer.logprobs)
 
 
 def test_other_weights_share_nothing(store: Path) -> None:

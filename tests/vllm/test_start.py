@@ -116,6 +116,19 @@ def test_kinds_windows_and_real_bytes_come_from_the_specs() -> None:
     )
 
 
+def test_blocks_that_kernels_see_as_several_are_still_one_block() -> None:
+    config = engine_config(full_spec())
+    whole = caches(config)
+    halves = {
+        name: t.reshape(2 * len(t), t.shape[1], t.shape[2] // 2, t.shape[3])
+        for name, t in whole.items()
+    }
+    layout = engine_layout(config, worker_block_bytes(config))
+    for tensor in worker_pages(config, layout, halves)["0.full"]:
+        assert tensor.shape[0] == config.num_blocks
+    Pages(layout, worker_pages(config, layout, halves))
+
+
 def test_layers_of_one_group_may_differ_in_size_but_not_in_window() -> None:
     config = engine_config(full_spec())
     wide = dataclasses.replace(full_spec(), head_size=16, head_size_v=16)
