@@ -313,8 +313,9 @@ class _Tables:
         """Whether the engine has a page for each block now."""
         table, null = self.block_ids[group], self.null_block_id
         inside = blocks < len(table)
-        ids = [table[b] for b in blocks[inside].tolist()]
-        inside[inside] = [i is not None and i != null for i in ids]
+        ids = list(map(table.__getitem__, blocks[inside].tolist()))
+        if null in ids or None in ids:
+            inside[inside] = [i is not None and i != null for i in ids]
         return inside
 
     def whole(self, at: Blocks, upto: int, declined: Chosen) -> NDArray[np.bool_]:
@@ -335,7 +336,7 @@ class _Tables:
                 continue
             blocks = np.unique(_spread(first[unsure], end[unsure]))
             blocks = blocks[(blocks + 1) * group.block_tokens <= upto]
-            there = self.kept(self.stock.rows_of(g, self.stock.names(g, blocks.tolist())))
+            there = self.kept(self.stock.rows_of(g, self.stock.names(g, blocks)))
             there |= self.has_page(g, blocks)
             there |= np.isin(blocks, declined.blocks[declined.groups == g])
             lost = blocks[~there]
@@ -369,7 +370,7 @@ class _Tables:
         for g, group in enumerate(self.layout.groups):
             if group.kind is GroupKind.RECURRENT:
                 blocks = at // group.block_tokens - 1
-                rows = self.stock.rows_of(g, self.stock.names(g, blocks.tolist()))
+                rows = self.stock.rows_of(g, self.stock.names(g, blocks))
                 at = at[self.kept(rows) | self.has_page(g, blocks)]
         return at
 
@@ -383,7 +384,7 @@ class _Tables:
         for g, group in enumerate(self.layout.groups):
             blocks = candidates.blocks[candidates.groups == g] if len(candidates) else _NO_BLOCKS
             if len(blocks):
-                named = self.stock.names(g, blocks.tolist())
+                named = self.stock.names(g, blocks)
                 found = self.stock.rows_of(g, named)
                 there = self.kept(found)
                 copied = ~there

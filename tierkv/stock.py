@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from itertools import repeat
 from typing import Final
 
@@ -53,10 +53,10 @@ class Stock:
         self._step_units = layout.alignment_tokens // layout.hash_block_tokens
         self._finders = [index.finder(g) for g in range(len(layout.groups))]
 
-    def names(self, group: int, blocks: Iterable[int]) -> list[bytes]:
+    def names(self, group: int, blocks: NDArray[np.int64]) -> list[bytes]:
         """The hashes that name these blocks."""
-        units, hashes = self._units[group], self._hashes
-        return [hashes[(b + 1) * units - 1] for b in blocks]
+        places = (blocks + 1) * self._units[group] - 1
+        return list(map(self._hashes.__getitem__, places.tolist()))
 
     def boundary_names(self) -> Sequence[bytes]:
         """The hash at every multiple of the alignment, in order."""
