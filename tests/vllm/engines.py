@@ -82,19 +82,22 @@ class Engine:
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"identity": "test", "pinned": "64MiB", **extra},
             }
+        settings = {
+            "dtype": "float32",
+            "max_model_len": MAX_TOKENS,
+            "block_size": BLOCK_TOKENS,
+            **more,
+        }
         self.llm = LLM(
             model=str(HERE / "models" / model),
             load_format="dummy",
             skip_tokenizer_init=True,
             enforce_eager=True,
-            dtype="float32",
-            max_model_len=MAX_TOKENS,
-            block_size=BLOCK_TOKENS,
             num_gpu_blocks_override=blocks,
             disable_hybrid_kv_cache_manager=False,
             enable_prefix_caching=True,
             kv_transfer_config=transfer,
-            **more,
+            **settings,
         )
         _open.append(self)
 

@@ -3,33 +3,36 @@
 vLLM's own dummy weights are so small (norms included) that the output depends on the last token
 only: a test of equal outputs would pass over a cache full of zeros. Here matrices are random with
 a scale that keeps activations near one, vectors are ones, integers are zeros. They are the same
-in every process: each tensor's numbers come from its position in the order of loading.
+in every engine and every process: each tensor's numbers come from its name.
 
 It works by being on the path: `PYTHONPATH=tests/vllm/plugin`.
 """
 
 from __future__ import annotations
 
-import itertools
+import zlib
 
 import torch
 
 GAIN = 1.5  # Above 1, so that attention is sharp enough to tell one position from another.
-_positions = itertools.count(1)
+_names: dict[int, str] = {}
+"""Names of the tensors of the model that is being loaded, by identity."""
 
 
 @torch.no_grad()
 def fill(parameter: torch.Tensor, *_args: object, **_kwargs: object) -> None:
     """Replace one parameter's values in place."""
-    position = next(_positions)
+    fixed = getattr(parameter, "dummy_weight_value", None)
     if parameter.device.type == "meta":
         return
-    if not parameter.is_floating_point():
+    if fixed is not None:
+        parameter.fill_(fixed)
+    elif not parameter.is_floating_point():
         parameter.zero_()
     elif parameter.dim() < 2:
         parameter.fill_(1.0)
     else:
-        source = torch.Generator().manual_seed(position)
+        source = torch.Generator().manual_seed(zlib.crc32(_names[id(parameter)].encode()))
         scale = GAIN / parameter.shape[-1] ** 0.5
         parameter.copy_(torch.randn(parameter.shape, generator=source) * scale)
 
@@ -39,9 +42,12 @@ def register() -> None:
     from vllm.model_executor.model_loader import dummy_loader
 
     def load_weights(self: object, model: torch.nn.Module, model_config: object) -> None:
-        global _positions
-        _positions = itertools.count(1)  # A second engine in this process gets the same weights.
-        original(self, model, model_config)
+        named = [*model.named_parameters(), *model.named_buffers()]
+        _names.update({id(tensor): name for name, tensor in named})
+        try:
+            original(self, model, model_config)
+        finally:
+            _names.clear()
 
     original = dummy_loader.DummyModelLoader.load_weights
     dummy_loader.DummyModelLoader.load_weights = load_weights
