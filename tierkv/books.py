@@ -85,10 +85,12 @@ COUNTERS: Final = (
     "saved_blocks",
     "saved_bytes",
     "stored_blocks",
+    "stored_tokens",
     "stored_bytes",
     "failed_save_blocks",
     "declined_blocks",
     "skipped_blocks",
+    "skipped_tokens",
     "skipped_bytes",
     "loaded_blocks",
     "loaded_bytes",
@@ -97,15 +99,17 @@ COUNTERS: Final = (
     "load_failed_blocks",
     "load_timed_out_blocks",
     "lost_blocks",
+    "evicted_tier_blocks",
+    "evicted_tier_tokens",
     "evicted_tier_bytes",
-    "retired_blocks",
     "recovered_blocks",
     "promises_expired",
     "pending_given_up",
     "tier_down",
     "rotations",
 )
-"""Names of the monotonic counters; units are in the names."""
+"""Names of the monotonic counters; units are in the names. Tokens of hits are a prompt's; elsewhere
+they are what the blocks cover, each group counted for itself."""
 
 
 class Books:
@@ -146,10 +150,21 @@ class Books:
         self.counters[f"{what}_blocks"] += len(rows)
         self.counters[f"{what}_bytes"] += self.payload_bytes(rows)
 
+    def count_tokens(self, what: str, rows: Rows) -> None:
+        """Add what rows cover to the counter `<what>_tokens`."""
+        groups = np.bincount(self.index.group[rows], minlength=len(self.layout.groups))
+        self.counters[f"{what}_tokens"] += self.tokens_of(groups.tolist())
+
+    def tokens_of(self, blocks_by_group: Sequence[int]) -> int:
+        """Tokens that so many blocks of each group cover, each group counted for itself."""
+        sizes = (g.block_tokens for g in self.layout.groups)
+        return sum(map(operator.mul, blocks_by_group, sizes))
+
     def count_skipped(self, blocks_by_group: Sequence[int]) -> None:
         """Add blocks that no hit can reach, one number a group, to the counters."""
         nbytes = self.layout.block_bytes
         self.counters["skipped_blocks"] += sum(blocks_by_group)
+        self.counters["skipped_tokens"] += self.tokens_of(blocks_by_group)
         self.counters["skipped_bytes"] += sum(map(operator.mul, blocks_by_group, nbytes))
 
     def freed(self, rows: Rows) -> None:

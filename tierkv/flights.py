@@ -137,6 +137,7 @@ class Flights:
         index.tier[rows[stored]] = Tier.RESIDENT if tier_is_up else Tier.SUSPENDED
         index.tier[rows[writing & flight.bad]] = Tier.ABSENT
         books.count("stored", rows[stored])
+        books.count_tokens("stored", rows[stored])
         books.counters["failed_save_blocks"] += int((writing & flight.bad).sum())
 
     def _settle_load(self, flight: _Flight) -> None:

@@ -42,8 +42,8 @@ class Holdings:
         rows = rows[rows >= 0]
         resident = rows[index.tier[rows] == Tier.RESIDENT]
         index.tier[resident] = Tier.ABSENT
-        books.counters["retired_blocks"] += len(resident)
-        books.counters["evicted_tier_bytes"] += books.payload_bytes(resident)
+        books.count("evicted_tier", resident)
+        books.count_tokens("evicted_tier", resident)
         for other in range(books.ranks):
             if other != rank:
                 books.order_delete(index.keys_of(resident), other)

@@ -21,12 +21,13 @@ class Room:
     """Slots of an arena of `arena_bytes`, with eviction by `tierkv.policy`.
 
     slot_table: int64[groups], bytes of the arena that one block of each group takes.
+    evicted_by_group, evicted_bytes: blocks evicted so far, and the bytes that their slots gave.
     """
 
     def __init__(self, index: Index, block_bytes: tuple[int, ...], arena_bytes: int) -> None:
         self.slots = SlotAllocator(arena_bytes)
         self.slot_table = policy.slot_table(block_bytes)
-        self.evicted_blocks = 0
+        self.evicted_by_group = [0] * len(block_bytes)
         self.evicted_bytes = 0
         self._index = index
         self._block_bytes = block_bytes
@@ -102,7 +103,7 @@ class Room:
             usable = index.pinned[row] == Pinned.RESIDENT and not index.leases[row]
             if usable and index.tick[row] == tick:
                 size = int(self.slot_table[index.group[row]])
-                self.evicted_blocks += 1
+                self.evicted_by_group[int(index.group[row])] += 1
                 self.evicted_bytes += size
                 self.empty(np.array([row], np.int64))
                 index.reap(row)

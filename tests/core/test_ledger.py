@@ -154,3 +154,13 @@ def test_how_many_blocks_wait_for_room_can_be_asked_at_any_time() -> None:
     assert ledger.counters["declined_blocks"] == 3
     ledger.release("r")
     assert ledger.declined_blocks("r") == 0
+
+
+def test_tokens_are_counted_for_each_group_by_itself() -> None:
+    layout = Layout((full(16), swa(4, 8)))
+    world = Simulator(layout, slots=64, policy="dense")
+    world.run("a", prompt(1, 3), [])
+    stats = world.ledger.stats()
+    assert stats["stored_tokens"] == 3 * 16 + 3 * 2 * 4
+    assert stats["skipped_tokens"] == 3 * 2 * 4
+    assert stats["evicted_pinned_tokens"] == stats["evicted_tier_tokens"] == 0

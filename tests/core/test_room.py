@@ -85,7 +85,7 @@ def test_claims_evict_in_that_order_and_stop_at_leases(
     assert {r for r in rows if index.pinned[r]} == leased
     held = room.slot_bytes(np.array(sorted(leased), np.int64))
     assert room.slots.capacity_bytes - held >= 0
-    assert room.evicted_blocks == len(rows) - len(leased)
+    assert sum(room.evicted_by_group) == len(rows) - len(leased)
 
 
 def test_a_block_used_since_it_was_chosen_stays() -> None:
