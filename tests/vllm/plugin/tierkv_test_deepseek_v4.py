@@ -9,6 +9,7 @@ It works by being on the path: `PYTHONPATH=tests/vllm/plugin`.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -22,7 +23,7 @@ def _spans(starts: Tensor, lengths: Tensor) -> list[tuple[int, int, int, Tensor]
     """For each request: its number, its rows `[first, end)` and the position of each row."""
     rows = starts.tolist()
     spans = []
-    for request, (first, end) in enumerate(zip(rows, rows[1:], strict=False)):
+    for request, (first, end) in enumerate(itertools.pairwise(rows)):
         total = int(lengths[request])
         spans.append((request, first, end, torch.arange(total - (end - first), total)))
     return spans
