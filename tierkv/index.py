@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.blocks import Keys
+from tierkv.blocks import HASH_BYTES, Keys
 
 Rows = NDArray[np.int64]
 """int64[n] of row numbers."""
@@ -98,8 +98,7 @@ class Index:
 
     def add(self, group: int, block_hash: bytes, depth: int = 0) -> int:
         """A new row for a key that has none."""
-        if not self._free:
-            self._grow()
+        self._reserve(1)
         row = self._free.pop()
         self._row_of[group][block_hash] = row
         self._hash[row] = block_hash
@@ -109,13 +108,16 @@ class Index:
 
     def add_many(self, groups: NDArray[np.uint16], names: Sequence[bytes]) -> Rows:
         """New rows for n keys that have none, one hash in `names` for each."""
-        while len(self._free) < len(names):
-            self._grow()
+        self._reserve(len(names))
         first = len(self._free) - len(names)
         rows, self._free[first:] = self._free[first:], []
         tables, hashes = self._row_of, self._hash
-        for group, name, row in zip(groups.tolist(), names, rows, strict=True):
-            tables[group][name] = row
+        if len(groups) and (groups == groups[0]).all():
+            tables[int(groups[0])].update(zip(names, rows, strict=True))
+        else:
+            for group, name, row in zip(groups.tolist(), names, rows, strict=True):
+                tables[group][name] = row
+        for name, row in zip(names, rows, strict=True):
             hashes[row] = name
         made = np.array(rows, np.int64)
         self.group[made] = groups
@@ -123,11 +125,16 @@ class Index:
 
     def add_all(self, keys: Keys) -> Rows:
         """Rows of all keys, made where there were none."""
-        rows = np.empty(len(keys), np.int64)
+        packed, step = keys.hashes, HASH_BYTES
+        names = [packed[i : i + step] for i in range(0, len(packed), step)]
         tables = self._row_of
-        for i, (group, block_hash) in enumerate(keys):
-            row = tables[group].get(block_hash, -1)
-            rows[i] = row if row >= 0 else self.add(group, block_hash)
+        distinct = set(names)
+        if len(distinct) == len(names) and all(t.keys().isdisjoint(distinct) for t in tables):
+            return self.add_many(keys.groups, names)  # a restart: little is known yet
+        rows = np.empty(len(keys), np.int64)
+        for i, (group, name) in enumerate(zip(keys.groups.tolist(), names, strict=True)):
+            row = tables[group].get(name, -1)
+            rows[i] = row if row >= 0 else self.add(group, name)
         return rows
 
     def find_all(self, keys: Keys) -> Rows:
@@ -167,13 +174,19 @@ class Index:
         self.offset[row] = NO_SLOT
         self._free.append(row)
 
-    def _grow(self) -> None:
-        old = len(self._hash)
-        self._hash.extend([None] * old)
+    def _reserve(self, n: int) -> None:
+        """Have n free rows, at least as many as there are rows now where it must grow."""
+        old, short = len(self._hash), n - len(self._free)
+        if short <= 0:
+            return
+        capacity = old
+        while capacity - old < short:
+            capacity *= 2
+        self._hash.extend([None] * (capacity - old))
         for name, _ in self._COLUMNS:
             column = getattr(self, name)
-            wider = np.zeros(2 * old, column.dtype)
+            wider = np.zeros(capacity, column.dtype)
             wider[:old] = column
             setattr(self, name, wider)
         self.offset[old:] = NO_SLOT
-        self._free.extend(range(2 * old - 1, old - 1, -1))
+        self._free.extend(range(capacity - 1, old - 1, -1))

@@ -35,6 +35,7 @@ def assemble_sync(store: Store, recovered: Recovered) -> Assembled:
     out.partial = bool(recovered.unreadable)
     for path in recovered.unreadable:
         out.table.highest = max(out.table.highest, number_of(path) or 0)
+    out.table.reserve(sum(len(found.rows) for found in recovered.segments))
     for found in recovered.segments:
         _adopt_sync(store, out, found)
     with unusable(store.options.root):
@@ -76,7 +77,7 @@ def _adopt_sync(store: Store, out: Assembled, found: Found) -> None:
         return
     segment.end, segment.link = found.end, found.link
     segment.state = State.SEALED if found.sealed or not whole else State.ACTIVE
-    out.table.publish(segment, found.hashes, found.rows)
+    out.table.adopt(segment, found.hashes, found.rows)
     out.table.touch(segment)
 
 

@@ -1,7 +1,7 @@
 """Where each block is: segments with columns, and one map from key to place over all of them.
 
 Only the event loop's thread touches these. A *place* is ``segment number << 32 | row``. There is
-no object per block: 110 bytes a block in all, 72 of them the entry as it lies on media.
+no object per block: about 130 bytes a block, 72 of them the entry as it lies on media.
 """
 
 from __future__ import annotations
@@ -176,16 +176,27 @@ class Table:
         return places
 
     def publish(self, segment: Segment, hashes: bytes, rows: Rows) -> None:
-        """Add blocks that are in place on media. A key that is elsewhere already moves here."""
+        """Add blocks that are in place on media. A key that is elsewhere already moves here.
+
+        No key twice.
+        """
         words = words_of(hashes)
         places = np.arange(segment.count, segment.count + len(rows)) + (segment.number << _ROW_BITS)
-        prints = fingerprints(rows["group"], words)
         segment.append(words, rows)
-        last = len(rows) - 1 - np.unique(prints[::-1], return_index=True)[1]
-        if len(last) < len(rows):  # a key written twice: the later one counts
-            segment.bury(np.setdiff1d(places, places[last]) & _ROW_MASK)
-            prints, places = prints[last], places[last]
-        self._bury(self._map.put(prints, places))
+        self._bury(self._map.put(fingerprints(rows["group"], words), places))
+
+    def reserve(self, blocks: int) -> None:
+        """Be ready for so many more blocks."""
+        self._map.reserve(blocks)
+
+    def adopt(self, segment: Segment, hashes: bytes, rows: Rows) -> None:
+        """`publish` of what was found on media: of a key that is there twice the later counts."""
+        prints = fingerprints(rows["group"], words_of(hashes))
+        later = len(rows) - 1 - np.unique(prints[::-1], return_index=True)[1]
+        if len(later) < len(rows):
+            later.sort()
+            hashes, rows = words_of(hashes)[later].tobytes(), rows[later]
+        self.publish(segment, hashes, rows)
 
     def forget(self, keys: Keys) -> None:
         """Remove keys from the index; unknown ones are fine."""

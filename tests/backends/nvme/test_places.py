@@ -65,7 +65,7 @@ def test_a_map_grows_and_shrinks_with_what_lives_in_it() -> None:
         assert (ours.find(prints) >= 0).all()
         ours.remove(prints)
         assert (ours.find(prints) == -1).all()
-    assert len(ours._place) <= 1 << 14
+    assert len(ours._place) <= 1 << 15
 
 
 def rows_of(keys: Keys) -> NDArray[np.void]:
@@ -94,7 +94,7 @@ def test_a_table_does_what_a_dict_does(steps: list[tuple[int, list[tuple[int, by
             for key in keys:
                 model.pop(key, None)
         else:
-            ours.publish(ours.segments[what], keys.hashes, rows_of(keys))
+            ours.adopt(ours.segments[what], keys.hashes, rows_of(keys))
             model.update(dict.fromkeys(keys, what))
     for number in range(2):
         mine = [key for key, at in model.items() if at == number]
