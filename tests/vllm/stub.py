@@ -75,6 +75,11 @@ def engine_config(*specs: Any, unit: int = BLOCK, alignment: int = BLOCK) -> KVC
     )
 
 
+def no_states(config: KVCacheConfig) -> tuple[int, ...]:
+    """What a worker says of groups that hold no compressor states."""
+    return (0,) * len(config.kv_cache_groups)
+
+
 def caches(config: KVCacheConfig) -> dict[str, torch.Tensor]:
     """Layer tensors (B, H, N, C) over one allocation, filled with noise."""
     size = max(t.size for t in config.kv_cache_tensors)
@@ -172,7 +177,7 @@ class Stub:
         )
         self.worker = WorkerSide(self.options, layout, pages, storage, DictStorage)
         self.scheduler = SchedulerSide(self.options, self.config, 1)
-        self.scheduler.start({0: self.worker.handshake()})
+        self.scheduler.start({0: self.worker.handshake(no_states(self.config))})
         self.layout = layout
 
     @property

@@ -338,16 +338,16 @@ def test_case_120_ranks_are_as_large_as_the_smallest_arena_and_the_largest_block
 
     two = SchedulerSide(stub.options, stub.config, 2)
     nbytes = stub.layout.block_bytes[0]
-    events = stub.worker.handshake().events
+    events = stub.worker.handshake((0,)).events
     two.start({
-        0: Handshake(0, 1 << 20, (nbytes,), events),
-        1: Handshake(1, 1 << 19, (nbytes * 2,), events),
+        0: Handshake(0, 1 << 20, (nbytes,), (0,), events),
+        1: Handshake(1, 1 << 19, (nbytes * 2,), (0,), events),
     })  # fmt: skip
     stats = two.ledger.stats()
     assert stats["pinned_capacity_bytes"] == 1 << 19
     assert two.ledger.layout.block_bytes == (nbytes * 2,)
     with pytest.raises(RuntimeError, match=r"2 ranks but handshakes of \[0\]"):
-        SchedulerSide(stub.options, stub.config, 2).start({0: stub.worker.handshake()})
+        SchedulerSide(stub.options, stub.config, 2).start({0: stub.worker.handshake((0,))})
 
 
 def test_commands_reach_only_the_rank_that_they_are_for() -> None:

@@ -54,6 +54,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = Options.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._state_ratios: tuple[int | None, ...] = ()
         if role is KVConnectorRole.SCHEDULER:
             world = vllm_config.parallel_config.world_size
             self._scheduler = SchedulerSide(self._options, kv_cache_config, world)
@@ -87,7 +88,12 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = self._vllm_config.parallel_config
         tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
         rank = pp_rank * parallel.tensor_parallel_size + tp_rank
-        layout = engine.engine_layout(config, engine.worker_block_bytes(config))
+        self._state_ratios = engine.worker_state_ratios(
+            config,
+            self._vllm_config.compilation_config.static_forward_context,
+            self._vllm_config.model_config.hf_text_config,
+        )
+        layout = engine.engine_layout(config, engine.worker_block_bytes(config), self._state_ratios)
         pages = Pages(layout, engine.worker_pages(config, layout, kv_caches))
         namespace = engine_namespace(
             self._vllm_config,
@@ -116,7 +122,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> Handshake:
         """Sizes and recovered keys of this rank; waits, bounded, until its tier is open."""
-        return self.worker.handshake()
+        return self.worker.handshake(self._state_ratios)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Nothing: no copy is ever outstanding between two steps (see `worker`)."""

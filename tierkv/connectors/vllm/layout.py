@@ -3,12 +3,17 @@
 The group table (kind, block, window) is the same on the scheduler and on every worker; sizes are
 the worker's, because only it sees one spec per layer. The hash unit and the alignment are the
 engine's own.
+
+The specs of compressor states say that they are sliding windows. What they are, the worker tells
+from the layers themselves; what it does not know stays a window, which costs space and is right.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -27,6 +32,15 @@ from vllm.v1.kv_cache_interface import (
 from tierkv.errors import ConfigError
 from tierkv.layout import Group, GroupKind, Layout
 
+STATE_LAYERS: Final = (("vllm.models.deepseek_v4.compressor", "CompressorStateCache"),)
+"""Modules and classes of layers that hold the states of a compressor.
+
+At a token that ends an entry of `ratio` tokens its model reads the window up to there, and at no
+other one. A class belongs here once that was seen on a real engine (`test_deepseek_v4`).
+"""
+
+_LAYER_NUMBER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
 
 class Row(NamedTuple):
     """What a group's specs say of reachability."""
@@ -36,10 +50,15 @@ class Row(NamedTuple):
     window_tokens: int = 0
     extra_tokens: int = 0
     chunk_tokens: int = 0
+    ratio: int = 0
 
 
-def engine_layout(config: KVCacheConfig, block_bytes: Sequence[int]) -> Layout:
+def engine_layout(
+    config: KVCacheConfig, block_bytes: Sequence[int], state_ratios: Sequence[int | None] = ()
+) -> Layout:
     """The layout of an engine whose groups hold `block_bytes` real bytes per block.
+
+    state_ratios: what `worker_state_ratios` says (by default: no group holds compressor states).
 
     Raises `ConfigError` for a kind of group that is not supported, or where the engine has not
     resolved its hash unit and alignment.
@@ -49,7 +68,11 @@ def engine_layout(config: KVCacheConfig, block_bytes: Sequence[int]) -> Layout:
             "the engine gives no hash_block_size or cache_hit_alignment_tokens; "
             "tierkv needs both and works with vLLM 0.32"
         )
-    rows = [_row(i, group) for i, group in enumerate(config.kv_cache_groups)]
+    ratios = state_ratios or [None] * len(config.kv_cache_groups)
+    rows = [
+        _state_row(_row(i, group), ratio)
+        for i, (group, ratio) in enumerate(zip(config.kv_cache_groups, ratios, strict=True))
+    ]
     return Layout(
         tuple(
             Group(name=group_name(i, row), block_bytes=max(nbytes, 1), **row._asdict())
@@ -93,6 +116,55 @@ def worker_pages(
             parts = [cache] if isinstance(cache, torch.Tensor) else list(cache)
             pages[ours.name] += [group_kernel_blocks(t, config.num_blocks) for t in parts]
     return pages
+
+
+def worker_state_ratios(
+    config: KVCacheConfig, layers: Mapping[str, object], model_config: object
+) -> tuple[int | None, ...]:
+    """For each group the ratio of the compressor whose states all of its layers on this rank are.
+
+    0: they are something else. None: this rank has no layers of the group, so it cannot tell.
+
+    layers: layer name → layer, of the model as it runs. model_config: the model's configuration,
+    whose `compress_ratios` has one ratio for each layer.
+    """
+    by_number = getattr(model_config, "compress_ratios", None) or ()
+    return tuple(
+        _common({_state_ratio(name, layers.get(name), spec, by_number) for name, spec in owned})
+        for group in config.kv_cache_groups
+        for owned in [_layers(config, group).items()]
+    )
+
+
+def agreed_state_ratios(ranks: Sequence[Sequence[int | None]]) -> tuple[int | None, ...]:
+    """What the ranks say together; 0 for a group on which those that can tell do not agree."""
+    return tuple(_common(set(told) - {None}) for told in zip(*ranks, strict=True))
+
+
+def _common(ratios: set[int | None]) -> int | None:
+    if not ratios:
+        return None
+    return next(iter(ratios)) if len(ratios) == 1 else 0
+
+
+def _state_ratio(name: str, layer: object, spec: KVCacheSpec, by_number: Sequence[int]) -> int:
+    """The ratio of the compressor whose states this layer holds, or 0."""
+    # Where no such model was built, its module was not imported, and none of its layers is here.
+    classes = [getattr(sys.modules.get(module), cls, None) for module, cls in STATE_LAYERS]
+    number = _LAYER_NUMBER.search(name)
+    if type(layer) not in classes or type(spec) is not SlidingWindowMLASpec or number is None:
+        return 0
+    position = int(number[1])
+    ratio = int(by_number[position] or 0) if position < len(by_number) else 0
+    # An entry reads its own tokens, or those of the entry before it as well.
+    return ratio if spec.sliding_window in (ratio, 2 * ratio) else 0
+
+
+def _state_row(row: Row, ratio: int | None) -> Row:
+    """The row of a group of compressor states of this ratio, if it has one."""
+    if not ratio or row.kind is not GroupKind.SLIDING_WINDOW or row.extra_tokens:
+        return row  # tokens kept beyond the window will be computed again: all of it is read
+    return row._replace(kind=GroupKind.COMPRESSOR, ratio=ratio)
 
 
 def _layers(config: KVCacheConfig, group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tierkv.blocks import Event, Move, MoveDone, Outcome, unpack_event
-from tierkv.connectors.vllm.layout import engine_layout
+from tierkv.connectors.vllm.layout import agreed_state_ratios, engine_layout
 from tierkv.connectors.vllm.options import Options
 from tierkv.connectors.vllm.stats import LedgerStats, TierKVStats
 from tierkv.connectors.vllm.wire import (
@@ -89,7 +89,9 @@ class SchedulerSide:
         shakes = list(handshakes.values())
         largest = [max(sizes) for sizes in zip(*(h.block_bytes for h in shakes), strict=True)]
         self._ledger = Ledger(
-            engine_layout(self._config, largest),
+            engine_layout(
+                self._config, largest, agreed_state_ratios([h.state_ratios for h in shakes])
+            ),
             arena_bytes=min(h.arena_bytes for h in shakes),
             ranks=self._world_size,
             has_tier=bool(self._options.url),

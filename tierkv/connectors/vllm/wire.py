@@ -68,12 +68,14 @@ class Handshake(KVConnectorHandshakeMetadata):
 
     rank: position in the engine's model-parallel group.
     arena_bytes: its arena. block_bytes: real bytes per block and group.
+    state_ratios: `layout.worker_state_ratios`, one a group.
     events: `pack_event`; the recovered keys are in it as one packed blob.
     """
 
     rank: int
     arena_bytes: int
     block_bytes: tuple[int, ...]
+    state_ratios: tuple[int | None, ...]
     events: list[Packed]
 
 

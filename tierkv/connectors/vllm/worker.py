@@ -112,15 +112,21 @@ class WorkerSide:
         """The storage half."""
         return self._storage
 
-    def handshake(self) -> Handshake:
+    def handshake(self, state_ratios: tuple[int | None, ...]) -> Handshake:
         """Wait until the tier is open, `open_timeout_s` at most, and say what this rank has.
+
+        state_ratios: what its groups hold (`layout.worker_state_ratios`).
 
         Raises what opening raised (`StoreError`, `ConfigError`, `DeadlineError`), one line each:
         the engine's start fails with it.
         """
         recovered = self._storage.wait_open(self._options.open_timeout_s)
         return Handshake(
-            self._rank, len(self._arena), self._layout.block_bytes, pack_events([recovered])
+            rank=self._rank,
+            arena_bytes=len(self._arena),
+            block_bytes=self._layout.block_bytes,
+            state_ratios=state_ratios,
+            events=pack_events([recovered]),
         )
 
     # One step ----------------------------------------------------------------------------
