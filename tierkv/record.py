@@ -14,13 +14,15 @@ offset bytes field
 34     1     checksum algorithm (1: XXH3-64 of the payload, seeded by the key)
 35     1     codec (0: raw)
 36     4     record version and magic (0x544B5631, "TKV1")
-40     8     payload bytes before the codec
-48     8     payload bytes as stored
+40     4     payload bytes before the codec
+44     4     payload bytes as stored
+48     8     the first eight bytes of the namespace digest
 56     8     checksum of the stored payload
 ====== ===== ==========================================================================
 
 The seed is the first eight bytes of the hash xor the group, so that another block's payload,
-even of the same length, never verifies: a misplaced record is a miss, not foreign KV.
+even of the same length, never verifies: a misplaced record is a miss, not foreign KV. The
+namespace stands in the record so that a backend which mixes namespaces up can serve nothing of it.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ RECORD_DTYPE: Final = np.dtype(
         ("algorithm", "u1"),
         ("codec", "u1"),
         ("magic", "<u4"),
-        ("raw_bytes", "<u8"),
-        ("stored_bytes", "<u8"),
+        ("raw_bytes", "<u4"),
+        ("stored_bytes", "<u4"),
+        ("namespace", "<u8"),
         ("checksum", "<u8"),
     ]
 )
@@ -75,13 +78,22 @@ def blank(n: int) -> Records:
     return np.zeros(n, RECORD_DTYPE)
 
 
-def seal_sync(keys: Keys, payloads: list[memoryview]) -> Records:
-    """Records for `payloads`, one a key. Reads every byte: run it in a thread."""
+def namespace_mark(digest: bytes) -> int:
+    """What stands in a record for a namespace: the first eight bytes of its digest."""
+    return int.from_bytes(digest[:8], "little")
+
+
+def seal_sync(keys: Keys, payloads: list[memoryview], namespace: int = 0) -> Records:
+    """Records for `payloads`, one a key, marked with their namespace (`namespace_mark`).
+
+    Reads every byte: run it in a thread.
+    """
     records = blank(len(keys))
     records["hash"] = np.frombuffer(keys.hashes, f"V{HASH_BYTES}")
     records["group"] = keys.groups
     records["algorithm"] = Algorithm.XXH3_64
     records["magic"] = RECORD_MAGIC
+    records["namespace"] = namespace
     nbytes = [p.nbytes for p in payloads]
     records["raw_bytes"] = nbytes
     records["stored_bytes"] = nbytes
@@ -91,10 +103,13 @@ def seal_sync(keys: Keys, payloads: list[memoryview]) -> Records:
     return records
 
 
-def verify_sync(keys: Keys, records: Records, payloads: list[memoryview]) -> NDArray[np.bool_]:
+def verify_sync(
+    keys: Keys, records: Records, payloads: list[memoryview], namespace: int | None = None
+) -> NDArray[np.bool_]:
     """bool[n]: record names this key, this length, and the payload's checksum is right.
 
-    Reads every byte of payloads whose record matches: run it in a thread.
+    namespace: the mark that the record must bear; None takes any (a store that is verified from
+        outside). Reads every byte of payloads whose record matches: run it in a thread.
     """
     good: NDArray[np.bool_] = (
         (records["magic"] == RECORD_MAGIC)
@@ -105,6 +120,8 @@ def verify_sync(keys: Keys, records: Records, payloads: list[memoryview]) -> NDA
             == np.fromiter((p.nbytes for p in payloads), np.uint64, len(keys))
         )
     )
+    if namespace is not None:
+        good &= records["namespace"] == np.uint64(namespace)
     sums = records["checksum"].tolist()
     hashes = records["hash"]
     for i, (g, h) in enumerate(keys):

@@ -42,6 +42,7 @@ class Tier:
         self.usage: dict[str, Any] = {}
         self._backend = backend
         self._config = config
+        self._mark = record.namespace_mark(config.namespace)
         self._pool = ThreadPoolExecutor(config.io_threads, thread_name_prefix="tierkv-sum")
 
     async def open(self, retire: Callable[[Keys], Awaitable[None]], *, clear: bool) -> Keys:
@@ -126,14 +127,16 @@ class Tier:
         return np.full(n, Outcome.FAILED, np.uint8)
 
     async def _save(self, batch: BlockBatch) -> Outcomes:
-        batch.records[:] = await self._in_thread(record.seal_sync, batch.keys, batch.payloads())
+        batch.records[:] = await self._in_thread(
+            record.seal_sync, batch.keys, batch.payloads(), self._mark
+        )
         return await self._backend.write(batch)
 
     async def _load(self, batch: BlockBatch) -> Outcomes:
         outcomes = np.array(await self._backend.read(batch), np.uint8)
         read = np.flatnonzero(outcomes == Outcome.DONE)
         if len(read):
-            good = await self._in_thread(_verify_sync, batch.take(read))
+            good = await self._in_thread(_verify_sync, batch.take(read), self._mark)
             outcomes[read[~good]] = Outcome.CORRUPT
         bad = np.flatnonzero(outcomes == Outcome.CORRUPT)
         if len(bad):
@@ -157,8 +160,8 @@ class Tier:
         return await finish(asyncio.wrap_future(self._pool.submit(func, *args, **kwargs)))
 
 
-def _verify_sync(batch: BlockBatch) -> NDArray[np.bool_]:
-    return record.verify_sync(batch.keys, batch.records, batch.payloads())
+def _verify_sync(batch: BlockBatch, mark: int) -> NDArray[np.bool_]:
+    return record.verify_sync(batch.keys, batch.records, batch.payloads(), mark)
 
 
 async def settled(futures: set[Any]) -> None:
