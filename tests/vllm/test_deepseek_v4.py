@@ -26,7 +26,7 @@ SETTINGS = {"dtype": "bfloat16", "max_model_len": 1536, "block_size": 256}
 TOKENS, HIT = 1500, 1280
 ROUND = [prompt(seed, TOKENS) for seed in range(2)]
 OTHERS = [prompt(seed, TOKENS) for seed in range(10, 12)]
-LARGE_POOL, SMALL_POOL = 2200, 700
+LARGE_POOL, SMALL_POOL = 2200, 680
 """Blocks; while a prompt is computed it takes about 640, mostly of states, and about 30 stay."""
 RATIOS = {4: 4, 5: 128}
 """Group → ratio of its states."""
