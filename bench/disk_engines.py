@@ -205,7 +205,9 @@ class NoSumEngine(PortEngine):
     name = "tierkv-nosum"
 
     def measured(self) -> AbstractContextManager[Any]:
-        return mock.patch.object(record, "checksum", lambda *_: 0)
+        return mock.patch.object(
+            record, "checksums", lambda keys, _: np.zeros(len(keys), np.uint64)
+        )
 
 
 class KeeperEngine(PortEngine):

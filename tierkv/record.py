@@ -28,6 +28,7 @@ namespace stands in the record so that a backend which mixes namespaces up can s
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -63,14 +64,16 @@ class Algorithm(enum.IntEnum):
     XXH3_64 = 1
 
 
-def seed_of(block_hash: bytes, group: int) -> int:
-    """The checksum's seed: binds a payload to its key."""
-    return int.from_bytes(block_hash[:8], "little") ^ group
+def checksums(keys: Keys, payloads: Sequence[Any]) -> NDArray[np.uint64]:
+    """uint64[n]: XXH3-64 of each payload (any buffer), seeded by its key, so that it binds them.
 
-
-def checksum(payload: Any, block_hash: bytes, group: int) -> int:
-    """XXH3-64 of `payload` (any buffer), seeded by the key. Releases the GIL on large buffers."""
-    return xxhash.xxh3_64_intdigest(payload, seed=seed_of(block_hash, group))
+    Reads every byte and releases the GIL on large payloads: run it in a thread.
+    """
+    first_words = np.frombuffer(keys.hashes, "<u8")[:: HASH_BYTES // 8]
+    seeds = (first_words ^ keys.groups).tolist()
+    digest = xxhash.xxh3_64_intdigest
+    sums = (digest(p, seed) for p, seed in zip(payloads, seeds, strict=True))
+    return np.fromiter(sums, np.uint64, len(keys))
 
 
 def blank(n: int) -> Records:
@@ -97,9 +100,7 @@ def seal_sync(keys: Keys, payloads: list[memoryview], namespace: int = 0) -> Rec
     nbytes = [p.nbytes for p in payloads]
     records["raw_bytes"] = nbytes
     records["stored_bytes"] = nbytes
-    records["checksum"] = np.fromiter(
-        (checksum(p, h, g) for p, (g, h) in zip(payloads, keys, strict=True)), np.uint64, len(keys)
-    )
+    records["checksum"] = checksums(keys, payloads)
     return records
 
 
@@ -111,6 +112,8 @@ def verify_sync(
     namespace: the mark that the record must bear; None takes any (a store that is verified from
         outside). Reads every byte of payloads whose record matches: run it in a thread.
     """
+    names = np.frombuffer(keys.hashes, np.uint8).reshape(-1, HASH_BYTES)
+    found = np.ascontiguousarray(records["hash"]).view(np.uint8).reshape(-1, HASH_BYTES)
     good: NDArray[np.bool_] = (
         (records["magic"] == RECORD_MAGIC)
         & (records["algorithm"] == Algorithm.XXH3_64)
@@ -119,12 +122,12 @@ def verify_sync(
             records["stored_bytes"]
             == np.fromiter((p.nbytes for p in payloads), np.uint64, len(keys))
         )
+        & (names == found).all(axis=1)
     )
     if namespace is not None:
         good &= records["namespace"] == np.uint64(namespace)
-    sums = records["checksum"].tolist()
-    hashes = records["hash"]
-    for i, (g, h) in enumerate(keys):
-        if good[i]:
-            good[i] = hashes[i].tobytes() == h and checksum(payloads[i], h, g) == sums[i]
+    rows = np.flatnonzero(good)
+    if len(rows) < len(good):
+        keys, payloads = keys.take(rows), [payloads[i] for i in rows.tolist()]
+    good[rows] = checksums(keys, payloads) == records["checksum"][rows]
     return good

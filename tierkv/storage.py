@@ -40,7 +40,7 @@ class StorageConfig:
     write_timeout_s: float = 30.0
     hang_timeout_s: float = 5.0
     read_bytes_in_flight: int = 64 << 20
-    write_bytes_in_flight: int = 64 << 20
+    write_bytes_in_flight: int = 128 << 20
     write_queue_bytes: int = 1 << 30
     io_threads: int = 4
 

@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 
 FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
 
-MAX_LANES: Final = 2
-"""Segments that are written at the same time: while one waits for a header the other's payload is
-on its way. More won nothing here (bench/disk_tier.py)."""
+MAX_LANES: Final = 3
+"""Segments that are written at the same time. One system call keeps a disk busy for some ms; the
+others hide what happens between two of them (bench/disk_tier.py)."""
 
 SEGMENTS_PER_LANE: Final = 4
 """A small store has fewer lanes, so that most of it can be given up."""
