@@ -225,12 +225,29 @@ class CorruptBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """What `SupportsVerify.verify` did not read, though it belongs to the store.
+
+    directory: the directory or prefix that it lies in. reason: in words, with the file where it
+    is only one.
+    """
+
+    directory: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What reading a whole store showed: published blocks, their payload, and what failed."""
+    """What reading a whole store showed.
+
+    blocks, payload_bytes: what was read and either proven or found `corrupt`. skipped: what was
+    not read, so that nothing is known of it. A store is sound where both are empty.
+    """
 
     blocks: int
     payload_bytes: int
     corrupt: tuple[CorruptBlock, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
 
 
 @runtime_checkable
@@ -241,7 +258,7 @@ class SupportsVerify(Protocol):
         """Read every published block of every namespace and prove it. Changes nothing.
 
         Called on a backend that is made from a URL but not open. `progress(done, total)` counts
-        payload bytes and is called on the loop. Raises `StoreError` where nothing can be read at
-        all. Cancellation leaves nothing behind.
+        payload bytes and is called on the loop. What cannot be read is listed in `skipped`. Raises
+        `StoreError` where there is no store of this kind. Cancellation leaves nothing behind.
         """
         ...

@@ -442,6 +442,16 @@ async def test_verify_finds_the_one_flipped_byte_among_all_owners(tmp_path: path
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
+async def test_verify_lists_an_owner_of_another_format(tmp_path: pathlib.Path) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, make_blocks(2, [4096]))
+    other = tmp_path / "kv2-of-a-later-version"
+    other.mkdir()
+    report = await FileBackend(tmp_path).verify(lambda done, total: None)
+    assert report.blocks == 2
+    assert [(s.directory, s.reason) for s in report.skipped] == [(str(other), "another format")]
+
+
 async def test_verify_says_when_there_is_nothing_to_read(tmp_path: pathlib.Path) -> None:
     with pytest.raises(StoreUnusableError, match="name a readable store"):
         await FileBackend(tmp_path / "absent").verify(lambda done, total: None)

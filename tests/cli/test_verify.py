@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tierkv.backend import CorruptBlock, Verification
+from tierkv.backend import CorruptBlock, Skipped, Verification
 from tierkv.blocks import Outcome
 from tierkv.cli import app
 from tierkv.errors import StoreUnusableError
@@ -56,6 +56,7 @@ def test_a_sound_store_exits_with_0(verify: Callable[..., Any]) -> None:
         "blocks": 3,
         "bytes": 5000,
         "corrupt": [],
+        "skipped": [],
     }
 
 
@@ -74,6 +75,18 @@ def test_a_corrupt_block_is_listed_and_exits_with_1(verify: Callable[..., Any]) 
         }
     ]
     assert verify(Verifiable(found)).exit_code == 1
+
+
+def test_what_was_not_read_is_listed_and_exits_with_1(verify: Callable[..., Any]) -> None:
+    part = Skipped(directory="/x/a", reason="in use by pid 7")
+    found = Verification(blocks=3, payload_bytes=5000, skipped=(part,))
+    result = verify(Verifiable(found), "--json")
+    answer = json.loads(result.stdout)
+    assert (result.exit_code, answer["ok"]) == (1, False)
+    assert answer["skipped"] == [{"directory": "/x/a", "reason": "in use by pid 7"}]
+    text = verify(Verifiable(found))
+    assert text.exit_code == 1
+    assert "NOT READ: /x/a: in use by pid 7" in text.stdout
 
 
 def test_a_store_that_cannot_be_read_is_one_line_and_exits_with_2(
@@ -148,6 +161,15 @@ def test_a_store_that_is_not_there_is_one_line(scheme: str, tmp_path: Path) -> N
     result = CliRunner().invoke(app, ["verify", url])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "absent" in result.stderr
+
+
+@pytest.mark.parametrize("scheme", sorted(STORES))
+def test_a_root_with_a_store_of_another_kind_is_no_success(scheme: str, tmp_path: Path) -> None:
+    (other,) = set(STORES) - {scheme}
+    asyncio.run(fill(STORES[other].format(root=tmp_path), make_blocks(2, (5000, 9000))))
+    result = CliRunner().invoke(app, ["verify", STORES[scheme].format(root=tmp_path)])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert f"holds no {scheme} store" in result.stderr
 
 
 def test_an_unknown_scheme_is_one_line_with_the_nearest_known_name() -> None:

@@ -21,11 +21,12 @@ def verify(
 ) -> None:
     """Read every block of a store, prove it, and list what fails. Changes nothing.
 
-    Exit status 1 where a block is corrupt.
+    Exit status 1 where a block is corrupt or where something could not be read: what a running
+    process owns, or what lacks its description.
     """
     with answering(as_json=as_json) as screen:
         found = _verify(url)
-        screen.show(_answer(url, found), lambda: _table(url, found), ok=not found.corrupt)
+        screen.show(_answer(url, found), lambda: _table(url, found), ok=_is_sound(found))
 
 
 def _verify(url: str) -> Verification:
@@ -53,26 +54,35 @@ def _verify(url: str) -> Verification:
         )
 
 
+def _is_sound(found: Verification) -> bool:
+    return not found.corrupt and not found.skipped
+
+
 def _answer(url: str, found: Verification) -> dict[str, Any]:
     return {
-        "ok": not found.corrupt,
+        "ok": _is_sound(found),
         "url": url,
         "blocks": found.blocks,
         "bytes": found.payload_bytes,
         "corrupt": [asdict(block) for block in found.corrupt],
+        "skipped": [asdict(part) for part in found.skipped],
     }
 
 
 def _table(url: str, found: Verification) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    line = f"{url}: {found.blocks} blocks, {gib(found.payload_bytes)}, "
-    if not found.corrupt:
-        return line + "every one proven"
-    table = Table("namespace", "group", "hash", "where", "reason")
-    for block in found.corrupt:
-        table.add_row(
-            block.namespace, str(block.group), block.hash_hex[:16], block.where, block.reason
-        )
-    return Group(line + f"{len(found.corrupt)} corrupt", table)
+    verdict = f"{len(found.corrupt)} corrupt" if found.corrupt else "every one proven"
+    parts: list[RenderableType] = [
+        Text(f"{url}: {found.blocks} blocks read, {gib(found.payload_bytes)}, {verdict}")
+    ]
+    if found.corrupt:
+        table = Table("namespace", "group", "hash", "where", "reason")
+        for block in found.corrupt:
+            row = (block.namespace, str(block.group), block.hash_hex[:16], block.where)
+            table.add_row(*map(Text, (*row, block.reason)))
+        parts.append(table)
+    parts += [Text(f"NOT READ: {part.directory}: {part.reason}") for part in found.skipped]
+    return Group(*parts)

@@ -477,7 +477,7 @@ class FileBackend(Backend):
 
     async def verify(self, progress: Callable[[int, int], None]) -> Verification:
         """`tierkv.backend.SupportsVerify`: read and prove every block of every owner."""
-        found = await finish(asyncio.to_thread(list_store_sync, self._root))
+        found, skipped = await finish(asyncio.to_thread(list_store_sync, self._root))
         total = sum(block.nbytes for block in found)
         done = 0
         corrupt: list[CorruptBlock] = []
@@ -487,7 +487,9 @@ class FileBackend(Backend):
                 corrupt.append(wrong)
             done += block.nbytes
             progress(done, total)
-        return Verification(blocks=len(found), payload_bytes=total, corrupt=tuple(corrupt))
+        return Verification(
+            blocks=len(found), payload_bytes=total, corrupt=tuple(corrupt), skipped=skipped
+        )
 
 
 def _make_folder_sync(folder: Path) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
-from tierkv.backend import CorruptBlock
+from tierkv.backend import CorruptBlock, Skipped
 from tierkv.blocks import Keys
 from tierkv.errors import StoreUnusableError
 from tierkv.record import RECORD_BYTES, RECORD_DTYPE, verify_sync
 from tierkv_backends.file import names
 from tierkv_backends.file.directory import files_sync
+
+_STORE: Final = re.compile(r"kv\d+-")
+"""Owners of this format and of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +32,53 @@ class Found:
     nbytes: int
 
 
-def list_store_sync(root: Path) -> list[Found]:
-    """Every published block of every owner; `StoreUnusableError` where nothing can be read."""
+def list_store_sync(root: Path) -> tuple[list[Found], tuple[Skipped, ...]]:
+    """Every published block of every owner, and what cannot be listed.
+
+    `StoreUnusableError` where `root` cannot be listed or holds no store of this backend.
+    """
     try:
-        owners = [path for path in root.iterdir() if names.namespace_of(path.name)]
-        return [found for owner in sorted(owners) for found in _blocks_sync(owner)]
+        stores = sorted(path for path in root.iterdir() if _STORE.match(path.name))
     except OSError as exc:
         raise StoreUnusableError(
             f"file tier {root}: {exc.strerror} ({exc.filename}); name a readable store"
         ) from exc
+    if not stores:
+        raise StoreUnusableError(
+            f"file tier {root}: this directory holds no file store; name a readable store"
+        )
+    found: list[Found] = []
+    skipped = []
+    for owner in stores:
+        reason = ""
+        if names.namespace_of(owner.name) is None:
+            reason = "another format"
+        else:
+            try:
+                found += _blocks_sync(owner)
+            except OSError as exc:  # not readable, or cleared by its owner just now
+                reason = f"{exc.strerror} ({exc.filename})"
+        if reason:
+            skipped.append(Skipped(directory=str(owner), reason=reason))
+    return found, tuple(skipped)
 
 
-def _blocks_sync(owner: Path) -> Iterator[Found]:
+def _blocks_sync(owner: Path) -> list[Found]:
     numbers = [
-        int(path.name.removeprefix("blocks-")) for path in owner.glob("blocks-*") if path.is_dir()
+        int(number)
+        for path in owner.iterdir()
+        if path.name.startswith("blocks-") and (number := path.name[7:]).isdecimal()
     ]
+    out: list[Found] = []
     if not numbers:
-        return
+        return out
     for path, entry in files_sync(owner / f"blocks-{max(numbers)}"):
         key = names.key_of(path)
         if key is not None:
-            yield Found(owner.name, key, Path(entry.path), entry.stat().st_size - RECORD_BYTES)
+            with contextlib.suppress(FileNotFoundError):  # its owner gave it up just now
+                nbytes = entry.stat().st_size - RECORD_BYTES
+                out.append(Found(owner.name, key, Path(entry.path), nbytes))
+    return out
 
 
 def check_sync(found: Found) -> CorruptBlock | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,31 +10,34 @@ from typing import Final
 
 import numpy as np
 
-from tierkv.backend import CorruptBlock, Verification
+from tierkv.backend import CorruptBlock, Skipped, Verification
 from tierkv.blocks import Keys
-from tierkv.errors import StoreBusyError, StoreUnusableError
+from tierkv.errors import StoreUnusableError
 from tierkv.record import blank, verify_sync
 from tierkv_backends.nvme.files import close_fd_sync
 from tierkv_backends.nvme.format import ROW_DTYPE
-from tierkv_backends.nvme.lock import own_sync
-from tierkv_backends.nvme.quota import directories_sync, segment_paths_sync
+from tierkv_backends.nvme.lock import LOCK_NAME, owner_sync
+from tierkv_backends.nvme.quota import META_NAME, directories_sync, segment_paths_sync
 from tierkv_backends.nvme.recovery import Found, Meta, recover_sync
-
-log = logging.getLogger(__name__)
 
 _BATCH_BLOCKS: Final = 256
 
 
 def verify_root_sync(root: Path, progress: Callable[[int, int], None]) -> Verification:
-    """Prove every published block in `root`; directories in use or of another format are left out.
+    """Prove every published block in `root`; what cannot be read is in `skipped`. Writes nothing.
 
-    `StoreUnusableError` where `root` is no directory or cannot be read.
+    A directory that is read is locked meanwhile, so a process that wants to open it finds it busy.
+    `StoreUnusableError` where `root` is no directory, holds no store or cannot be listed.
     """
     if not root.is_dir():
-        raise StoreUnusableError(f"nvme store {root}: there is no such directory")
+        what = "is a file, not a directory" if root.exists() else "there is no such directory"
+        raise StoreUnusableError(f"nvme store {root}: {what}")
     locks: list[int] = []
+    skipped: list[Skipped] = []
     try:
-        segments = list(_segments_sync(root, locks))
+        segments = [
+            one for path in _stores_sync(root) for one in _segments_sync(path, locks, skipped)
+        ]
         total = sum(int(found.rows["stored_bytes"].sum()) for _, found in segments)
         progress(0, total)
         done = 0
@@ -49,26 +52,77 @@ def verify_root_sync(root: Path, progress: Callable[[int, int], None]) -> Verifi
     finally:
         for fd in locks:
             close_fd_sync(fd)
-    blocks = sum(len(found.rows) for _, found in segments)
-    return Verification(blocks=blocks, payload_bytes=total, corrupt=tuple(corrupt))
+    return Verification(
+        blocks=sum(len(found.rows) for _, found in segments),
+        payload_bytes=total,
+        corrupt=tuple(corrupt),
+        skipped=tuple(skipped),
+    )
 
 
-def _segments_sync(root: Path, locks: list[int]) -> Iterator[tuple[str, Found]]:
-    for directory in directories_sync(root):
-        if not segment_paths_sync(directory):
-            continue
+def _stores_sync(root: Path) -> list[Path]:
+    """Directories in `root` that are an owner's; `StoreUnusableError` where there is none."""
+    stores = [
+        path
+        for path in directories_sync(root)
+        if segment_paths_sync(path) or ((path / META_NAME).exists() and (path / LOCK_NAME).exists())
+    ]
+    if not stores:
+        inside = bool(segment_paths_sync(root))
+        raise StoreUnusableError(
+            f"nvme store {root}: this is one owner's directory in a store; name {root.parent}"
+            if inside
+            else f"nvme store {root}: this directory holds no nvme store"
+        )
+    return stores
+
+
+def _segments_sync(
+    directory: Path, locks: list[int], skipped: list[Skipped]
+) -> list[tuple[str, Found]]:
+    """Segments of one owner that hold blocks; its lock is added to `locks`."""
+
+    def skip(reason: str) -> None:
+        skipped.append(Skipped(directory=str(directory), reason=reason))
+
+    try:
+        if not _lock_sync(directory, locks):
+            skip(f"in use by {owner_sync(directory)}; end it to verify")
+            return []
         meta = Meta.read_sync(directory)
         if meta is None:
-            log.warning("nvme: %s has another format; not verified", directory)
-            continue
-        try:
-            locks.append(own_sync(directory))
-        except StoreBusyError as exc:
-            log.warning("not verified: %s", exc)
-            continue
-        for found in recover_sync(directory, meta).segments:
-            if len(found.rows):
-                yield meta.namespace_text, found
+            there = (directory / META_NAME).exists()
+            skip(f"{META_NAME} {'has another format' if there else 'is missing'}")
+            return []
+        recovered = recover_sync(directory, meta)
+    except OSError as exc:
+        skip(f"{exc.strerror} ({exc.filename})")
+        return []
+    for path in recovered.unreadable:
+        skip(f"{path.name} cannot be read")
+    for found in recovered.segments:
+        if found.header is None and not found.blank:
+            skip(f"the header of {found.path.name} does not prove right")
+        elif found.header is not None and found.header.number != found.number:
+            skip(f"{found.path.name} is a copy of segment {found.header.number}")
+    return [(meta.namespace_text, found) for found in recovered.segments if len(found.rows)]
+
+
+def _lock_sync(directory: Path, locks: list[int]) -> bool:
+    """Keep owners out of `directory`, other readers not; False where an owner is in.
+
+    The lock file is neither made nor written: without one there was no owner.
+    """
+    try:
+        fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    locks.append(fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _check_sync(namespace: str, found: Found) -> Iterator[tuple[int, list[CorruptBlock]]]:
