@@ -34,6 +34,10 @@ EXTENT_BYTES: Final = 8 << 20
 """What `raw` moves per system call: the shape of `nvme`."""
 
 
+_TRIES: Final = 20
+"""How often a save that found no room is offered."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """Blocks of one set to be moved together. first: slot of the first. hashes: 32 bytes each."""
@@ -126,6 +130,7 @@ class PortEngine(Engine):
         super().__init__(setup)
         self._waiting: dict[int, asyncio.Future[np.ndarray[Any, Any]]] = {}
         self._next_id = 1
+        self.declined = 0
         self._index = Index(1)
         self._port: StoragePort
 
@@ -154,6 +159,16 @@ class PortEngine(Engine):
         await self._local.aclose()
 
     async def move(self, job: Job) -> None:
+        for _ in range(_TRIES):
+            outcomes = set((await self._submit(job)).tolist())
+            if outcomes == {Outcome.DONE}:
+                return
+            if not outcomes <= {Outcome.DONE, Outcome.DECLINED}:
+                break
+            self.declined += 1  # no room yet: offered again, on the clock, as `flush` does
+        raise RuntimeError(f"{self.name}: {outcomes}")
+
+    def _submit(self, job: Job) -> asyncio.Future[np.ndarray[Any, Any]]:
         move_id, self._next_id = self._next_id, self._next_id + 1
         keys = Keys(np.zeros(job.count, np.uint16), job.hashes)
         slots = np.arange(job.first, job.first + job.count, dtype=np.int64)
@@ -169,9 +184,7 @@ class PortEngine(Engine):
             )
         )
         self._pump()
-        outcomes = await done
-        if (outcomes != Outcome.DONE).any():
-            raise RuntimeError(f"{self.name}: {set(outcomes.tolist())}")
+        return done
 
     def stored(self, hashes: bytes) -> None:
         self._index.add_all(Keys(np.zeros(len(hashes) // HASH_BYTES, np.uint16), hashes))
@@ -196,7 +209,8 @@ class PortEngine(Engine):
         prefix = "tier_mode_"
         stats = self._port.stats()
         told = {k[len(prefix) :]: str(v) for k, v in stats.items() if k.startswith(prefix)}
-        return told | {"direct": direct_files(self.pid, self.setup.directory)}
+        direct = direct_files(self.pid, self.setup.directory)
+        return told | {"direct": direct, "declined_jobs": str(self.declined)}
 
 
 class NoSumEngine(PortEngine):

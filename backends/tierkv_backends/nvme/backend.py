@@ -59,8 +59,9 @@ costs nothing and a cancelled write ends soon."""
 SPLIT_BYTES: Final = 512 << 10
 """Reads of less than this stay in one thread: a trip costs as much as reading 64 KiB."""
 
-CONTROL_THREADS: Final = 2
-"""Threads for what moves no blocks, so that hanging reads and writes do not stand in its way."""
+CONTROL_THREADS: Final = 4
+"""Threads for what moves no blocks, so that hanging reads and writes do not stand in its way: one
+for each lane that begins a segment, and one for whoever makes room."""
 
 CLOSE_WAIT_S: Final = 5.0
 """How long `close` waits for a write under way. A disk that works ends one in milliseconds."""

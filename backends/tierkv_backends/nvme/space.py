@@ -179,13 +179,23 @@ class Space:
 
     async def _next(self) -> bool:
         """Whether there is a spare at the end."""
-        if self._usable() is not None or await finish(self._grow()):
-            return True
-        self._full = True
-        refill = self._start_refill()
-        left_s = self._wait_until_s - asyncio.get_running_loop().time()
-        await asyncio.wait([refill], timeout=max(left_s, 0.0))
-        return self._usable() is not None
+        while True:
+            if self._usable() is not None or await finish(self._grow()):
+                return True
+            self._full = True
+            before = self._given_up
+            refill = self._start_refill()
+            left_s = self._wait_until_s - asyncio.get_running_loop().time()
+            await asyncio.wait([refill], timeout=max(left_s, 0.0))
+            if self._usable() is not None:
+                return True
+            if self._given_up == before:
+                return False
+            # Another lane was faster, or the quota has room for a new one now.
+
+    @property
+    def _given_up(self) -> int:
+        return self._counters.segments_recycled + self._counters.segments_deleted
 
     def _usable(self) -> Segment | None:
         return next((s for s in self.spares if s.readers == 0), None)

@@ -149,16 +149,14 @@ class Store:
             end=segment.end,
             footer_sum=xxhash.xxh3_64_intdigest(entries),
         )
-        end = segment.nbytes - PAGE
-        nbytes = 0
-        if entries:
-            start = end - round_up(len(entries), segment.alignment)
-            nbytes += self._write_sync(segment, entries, start)
-        return nbytes + self._write_sync(segment, trailer.pack(), end)
+        # In one write: the trailer proves the footer, so their order on media does not matter.
+        footer = entries.ljust(round_up(len(entries), segment.alignment), b"\0")
+        start = segment.nbytes - PAGE - len(footer)
+        return self._write_sync(segment, footer + trailer.pack(), start)
 
     def _write_sync(self, segment: Segment, data: bytes, offset: int) -> int:
         """Write a header, footer or trailer; buffered where direct I/O stopped working."""
-        buffers = [as_aligned(data, PAGE)]
+        buffers = [as_aligned(data, segment.alignment)]
         direct = self.direct(segment)
         try:
             with self.files.use_sync(segment.path, direct=direct) as fd:

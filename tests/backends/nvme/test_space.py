@@ -432,3 +432,40 @@ def test_files_close_a_descriptor_only_when_its_user_is_done(tmp_path: Path) -> 
         assert os.pread(fd, 3, 0) == b"abc"
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(fd)
+
+
+async def test_a_segment_file_never_changes_its_size(
+    tmp_path: Path, opened: Opened, segments: Segments
+) -> None:
+    async with opened(tmp_path, "capacity=256KiB&segment=64KiB") as backend:
+        for number in range(8):  # each is filled, gets a footer, and is used again
+            await save(backend, full_segment(number))
+    assert {path.stat().st_size for path in segments(tmp_path)} == {SEGMENT}
+
+
+async def test_writes_that_overlap_take_lanes_of_their_own_and_all_come_back(
+    tmp_path: Path, opened: Opened, segments: Segments
+) -> None:
+    kept: dict[Key, bytes] = {}
+    async with opened(tmp_path, "capacity=2MiB&segment=64KiB") as backend:
+        parts = [make_blocks(5, [4096], first=number * 100) for number in range(9)]
+        answers = await asyncio.gather(*(save(backend, part) for part in parts))
+        for part, outcomes in zip(parts, answers, strict=True):
+            assert set(outcomes.values()) == {Outcome.DONE}
+            kept |= part
+    assert len(segments(tmp_path)) > 5  # one lane would have filled five, one after the other
+    async with opened(tmp_path, "capacity=2MiB&segment=64KiB") as backend:
+        assert await load(backend, sizes(kept)) == kept
+        more = make_blocks(5, [4096], first=5000)
+        assert set((await save(backend, more)).values()) == {Outcome.DONE}
+        assert await load(backend, sizes(more)) == more
+
+
+async def test_lanes_wait_for_room_side_by_side_and_none_is_told_that_there_is_none(
+    tmp_path: Path, opened: Opened
+) -> None:
+    async with opened(tmp_path, "capacity=768KiB&segment=64KiB") as backend:
+        for round_number in range(6):
+            parts = [full_segment(round_number * 10 + number) for number in range(6)]
+            for outcomes in await asyncio.gather(*(save(backend, part) for part in parts)):
+                assert set(outcomes.values()) == {Outcome.DONE}
