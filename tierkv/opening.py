@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -50,16 +51,18 @@ def open(
     ...     print(cache.stats()["tier_blocks"])
     0
     """
-    if isinstance(layout, str | Path):
-        layout = Layout.from_file(layout)
-    elif not isinstance(layout, Layout):
-        layout = Layout.from_dict(layout)
-    if isinstance(namespace, str):
-        namespace = Namespace.of_text(namespace, layout)
+    if not isinstance(url, str):
+        raise ConfigError(f'url is {url!r}; write a tier URL as a str, or "" for pinned RAM alone')
     if isolation not in ("thread", "process"):
         raise ConfigError(f"isolation {isolation!r}: write thread or process")
     if isolation == "process" and not url:
         raise ConfigError('isolation "process" has nothing to isolate: there is no storage tier')
+    _check_rank("rank", rank)
+    _check_rank("data_parallel_rank", data_parallel_rank)
+    _check_seconds("read_timeout_s", read_timeout_s)
+    _check_seconds("write_timeout_s", write_timeout_s)
+    layout = _layout(layout)
+    namespace = _namespace(namespace, layout)
     config = StorageConfig(
         url=url,
         namespace=namespace.digest,
@@ -72,3 +75,33 @@ def open(
         write_timeout_s=write_timeout_s,
     )
     return Cache(layout, config, Policy.parse(policy), isolation=isolation)
+
+
+def _layout(given: object) -> Layout:
+    if isinstance(given, Layout):
+        return given
+    if isinstance(given, str | Path):
+        return Layout.from_file(given)
+    if isinstance(given, Mapping):
+        return Layout.from_dict(given)
+    raise ConfigError(f"layout is {given!r}; write a Layout, its JSON form or the path of a file")
+
+
+def _namespace(given: object, layout: Layout) -> Namespace:
+    if isinstance(given, Namespace):
+        return given
+    if isinstance(given, str):
+        return Namespace.of_text(given, layout)
+    raise ConfigError(f"namespace is {given!r}; write a Namespace, or model@revision as a str")
+
+
+def _check_rank(name: str, given: object) -> None:
+    # A bool is an int to Python, and names a directory like one.
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise ConfigError(f"{name} is {given!r}; write an int, 0 or more")
+
+
+def _check_seconds(name: str, given: object) -> None:
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not number or not 0 < float(given) < math.inf:  # type: ignore[arg-type]  # it is a number
+        raise ConfigError(f"{name} is {given!r}; write seconds, a number above 0")

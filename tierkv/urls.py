@@ -56,12 +56,24 @@ class TierURL:
 
     @classmethod
     def parse(cls, text: str) -> TierURL:
-        """Split a URL; `ConfigError` where it has no scheme or repeats an option."""
-        parts = urlsplit(text)
+        """Split a URL; `ConfigError` where it is none, or says what no tier could mean."""
+        if not isinstance(text, str):
+            raise ConfigError(f"tier URL {text!r} is of type {type(text).__name__}; write a str")
+        try:
+            parts = urlsplit(text)
+        except ValueError as exc:  # a bracket that is not closed
+            raise ConfigError(f"tier URL {text!r}: {exc}; write it like nvme:///mnt/kv") from exc
         if not parts.scheme or "://" not in text:
             raise ConfigError(
                 f"tier URL {text!r} has no scheme; write it like nvme:///mnt/kv?capacity=20GiB"
             )
+        if parts.fragment:
+            raise ConfigError(
+                f"tier URL {text!r}: what follows # would be ignored; write # in a path as %23, "
+                "and options after ?"
+            )
+        if "\0" in unquote(parts.path):
+            raise ConfigError(f"tier URL {text!r}: the path has a NUL byte; no file can")
         options = tuple(parse_qsl(parts.query, keep_blank_values=True))
         names = [k for k, _ in options]
         for name in names:

@@ -177,3 +177,10 @@ def test_an_unknown_scheme_is_one_line_with_the_nearest_known_name() -> None:
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert "did you mean 'nvme'?" in result.stderr
+
+
+@pytest.mark.parametrize("url", ["nvme://[::1", "nvme:///x%00", "nvme:///x#y"])
+def test_a_url_that_cannot_be_is_one_line(url: str) -> None:
+    result = CliRunner().invoke(app, ["verify", url])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "Traceback" not in result.stderr
