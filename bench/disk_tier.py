@@ -48,6 +48,10 @@ from tierkv.pinned import Arena
 from tierkv.urls import parse_size
 
 JOB_BYTES: Final = 16 << 20
+JOB_BLOCKS: Final = 1024
+SET_BYTES: Final = 256 << 20
+SET_BLOCKS: Final = 8192
+"""Bounds of jobs and sets: a file per 4 KiB block would take minutes a round."""
 KINDS: Final = ("write", "read", "mixed")
 _DROP_CACHES: Final = Path("/proc/sys/vm/drop_caches")
 _SETS_ON_DISK: Final = 3
@@ -119,7 +123,7 @@ class Lap:
         self._gil_load = gil_load
         self._sets: list[bytes] = []
         self._count = 0
-        self._per_job = max(JOB_BYTES // engine.setup.block_bytes, 1)
+        self._per_job = min(max(JOB_BYTES // engine.setup.block_bytes, 1), JOB_BLOCKS)
 
     async def fill_disk(self) -> None:
         """Write until old sets have to go."""
@@ -217,7 +221,7 @@ async def measure(
     args: argparse.Namespace, folder: Path, block_bytes: int, jobs: int, progress: Progress
 ) -> dict[str, Any]:
     """All engines at one block size and number of jobs."""
-    blocks = (args.blocks or max(args.set_bytes // block_bytes, 2)) // 2 * 2
+    blocks = (args.blocks or min(max(SET_BYTES // block_bytes, 2), SET_BLOCKS)) // 2 * 2
     label = f"{block_bytes >> 10} KiB, {jobs} jobs"
     task = progress.add_task(label, total=len(args.engines) * (args.rounds + 1))
     async with contextlib.AsyncExitStack() as stack:
@@ -253,7 +257,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.disk_tier", description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where to write")
     parser.add_argument("--block-bytes", type=_sizes, default="64KiB", help="like 64KiB,1MiB")
-    parser.add_argument("--blocks", type=int, help="per set (default: 256 MiB of them)")
+    parser.add_argument("--blocks", type=int, help="per set (default: 256 MiB, 8192 at most)")
     parser.add_argument("--jobs", default="8", help="moves side by side, like 1,8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", help="like tierkv,raw (default: all that are installed)")
@@ -269,7 +273,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown := [name for name in args.engines if name not in known]:
         parser.error(f"not an engine here: {', '.join(unknown)}; write some of {', '.join(known)}")
     args.jobs = [int(n) for n in args.jobs.split(",")]
-    args.set_bytes = 256 << 20
     args.drop = not args.warm and os.access(_DROP_CACHES, os.W_OK)
     return args
 

@@ -158,7 +158,7 @@ def look_up(blocks: int) -> None:
     mind = Ledger(layout, arena_bytes=1 << 50)
     unit = layout.hash_block_tokens
     prompts: list[list[bytes]] = []
-    while len(prompts) < 8 or len(mind._books.index) < blocks:
+    while len(prompts) < 4 or len(mind._books.index) < blocks:
         raw = os.urandom(HASH_BYTES * (_PROMPT_TOKENS // unit + 1))
         hashes = [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
         pages = [list(range(1, _PROMPT_TOKENS // g.block_tokens + 2)) for g in layout.groups]
