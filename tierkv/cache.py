@@ -16,6 +16,7 @@ between pages and arena run in a thread of the cache's own, I/O in the storage h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -37,7 +38,7 @@ from tierkv.blocks import (
 from tierkv.device import Pages, arena_tensor
 from tierkv.errors import CacheClosedError, DeadlineError
 from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
-from tierkv.jobs import BlockIds, Job, Jobs, block_tables, create_arena
+from tierkv.jobs import BlockIds, Job, Jobs, Prompt, block_tables, create_arena, prompt_chain
 from tierkv.keeper import KeeperClient
 from tierkv.layout import Layout
 from tierkv.ledger import Agree, Ledger, Rotate, Submit
@@ -46,11 +47,15 @@ from tierkv.pinned import Arena
 from tierkv.reach import Policy
 from tierkv.storage import StorageConfig
 
+_names = itertools.count(1)
+"""For owners of leases; one count for all caches, so that a hit fits only the cache it is from."""
+
+_ASK_AGAIN_S = 0.5
+"""A lookup that shares another's load looks again after so long, even if nothing is reported: a
+hit that was dropped without a load reports nothing, and its promise ends by time alone."""
+
 _OPEN_S = 60.0
 """A keeper whose tier is not open by then is given up: a million blocks take five seconds."""
-
-Prompt = TokenIds | HashChain
-"""Token ids of a prompt, or their chain where it was made before (`Cache.chain`)."""
 
 PageTensors = Pages | Mapping[str, Sequence[torch.Tensor]]
 """Compiled pages (faster), or group name to tensors as `tierkv.device.Pages` takes them."""
@@ -84,7 +89,6 @@ class Cache:
         self._released_early: set[int] = set()
         self._confirmed_epoch = 0
         self._changed = asyncio.Event()
-        self._names = itertools.count(1)
         self._jobs: Jobs
 
     # Opening and closing --------------------------------------------------------------------
@@ -188,8 +192,13 @@ class Cache:
 
         If cancelled: nothing is leased.
         """
-        hashes = self._hashes(prompt, extras)
-        owner = f"lookup-{next(self._names)}"
+        hashes = prompt_chain(self.layout, prompt, extras)
+        if local_tokens < 0 or local_tokens % self.layout.alignment_tokens:
+            raise ValueError(
+                f"local_tokens is {local_tokens}; write a multiple of the alignment, "
+                f"{self.layout.alignment_tokens}"
+            )
+        owner = f"lookup-{next(_names)}"
         try:
             while True:
                 self._open_port()
@@ -198,7 +207,7 @@ class Cache:
                 )
                 if not hit.pending:
                     break
-                await self._change()
+                await self._change(within_s=_ASK_AGAIN_S)
         except BaseException:
             self._let_go(owner)
             raise
@@ -256,10 +265,12 @@ class Cache:
         If cancelled: your pages are no longer read once this raises; parts may have been saved.
         """
         self._open_port()
-        hashes = self._hashes(prompt, extras)
+        hashes = prompt_chain(self.layout, prompt, extras)
         compiled = self._compiled(pages)
         tables = block_tables(self.layout, blocks, {})
         computed = hashes.tokens if computed_tokens is None else computed_tokens
+        if not 0 <= computed <= hashes.tokens:
+            raise ValueError(f"computed_tokens is {computed}; the prompt has {hashes.tokens}")
         job = Job()
         return await self._jobs.run(job, self._save(job, hashes, compiled, tables, computed))
 
@@ -353,7 +364,7 @@ class Cache:
         tables: list[list[int | None]],
         computed: int,
     ) -> Saved:
-        owner = f"save-{next(self._names)}"
+        owner = f"save-{next(_names)}"
         count = self._ledger.counters
         blocks = nbytes = skipped = declined = 0
         try:
@@ -458,10 +469,12 @@ class Cache:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _change(self) -> None:
-        """Wait until something happened. `CacheClosedError` where nothing will any more."""
+    async def _change(self, *, within_s: float | None = None) -> None:
+        """Wait until something happened, or `within_s`. `CacheClosedError` once it is closed."""
         self._open_port()
-        await self._changed.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._changed.wait()
         self._open_port()
 
     # Small helpers -------------------------------------------------------------------------
@@ -473,21 +486,9 @@ class Cache:
 
     def _let_go(self, owner: str) -> None:
         self._ledger.release(owner)
-        if self._port is not None and not self._closing:
+        if self._port is not None:
             self._obey()
             self._wake()
-
-    def _hashes(self, prompt: Prompt, extras: Extras) -> HashChain:
-        if not isinstance(prompt, HashChain):
-            return self.chain(prompt, extras=extras)
-        if extras is not NO_EXTRAS:
-            raise ValueError("extras belong to the chain: give them to `Cache.chain`")
-        if prompt.unit != self.layout.hash_block_tokens:
-            raise ValueError(
-                f"the chain hashes {prompt.unit} tokens at a time, the layout "
-                f"{self.layout.hash_block_tokens}; make it with `Cache.chain`"
-            )
-        return prompt
 
     def _compiled(self, pages: PageTensors) -> Pages:
         return pages if isinstance(pages, Pages) else Pages(self.layout, pages)

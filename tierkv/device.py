@@ -134,6 +134,10 @@ class Pages:
             layout.index_of(name)
         for index, group in enumerate(layout.groups):
             given = tensors.get(group.name, ())
+            if isinstance(given, torch.Tensor) or any(
+                not isinstance(t, torch.Tensor) for t in given
+            ):
+                raise LayoutError(f"group {group.name!r}: write a list of torch tensors")
             if not given:
                 if group.reusable:
                     raise LayoutError(f"group {group.name!r}: no tensor holds its pages")

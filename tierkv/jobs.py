@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.blocks import Move
+from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
 from tierkv.layout import Layout
 from tierkv.pinned import Arena
 
@@ -26,6 +28,9 @@ _T = TypeVar("_T")
 BlockIds = Mapping[str, Sequence[int | None]]
 """Group name to a table: entry i is the row (dim 0) of your tensors that holds the prompt's block
 i, or None where there is none. A table may be shorter than the prompt."""
+
+Prompt = TokenIds | HashChain
+"""Token ids of a prompt, or their chain where it was made before (`Cache.chain`)."""
 
 PageCopy = Callable[[NDArray[np.uint16], NDArray[np.int32], torch.Tensor, NDArray[np.int64]], None]
 """`Pages.gather` or `Pages.scatter`."""
@@ -117,18 +122,51 @@ def _close_unwanted(making: asyncio.Future[Arena]) -> None:
         making.result().close()
 
 
+def prompt_chain(layout: Layout, prompt: Prompt, extras: Extras) -> HashChain:
+    """The prompt's block hashes; `ValueError` for a chain that does not fit layout or extras."""
+    if not isinstance(prompt, HashChain):
+        return chain(prompt, layout.hash_block_tokens, extras=extras)
+    if extras is not NO_EXTRAS:
+        raise ValueError("extras belong to the chain: give them to `Cache.chain`")
+    if prompt.unit != layout.hash_block_tokens:
+        raise ValueError(
+            f"the chain hashes {prompt.unit} tokens at a time, the layout "
+            f"{layout.hash_block_tokens}; make it with `Cache.chain`"
+        )
+    return prompt
+
+
+def _block_ids(group: str, table: Sequence[int | None]) -> list[int | None]:
+    ids: list[int | None] = []
+    for at, entry in enumerate(table):
+        try:
+            block_id = None if entry is None else operator.index(entry)
+        except TypeError:
+            block_id = -1
+        if block_id is not None and not 0 <= block_id < 2**31:
+            raise ValueError(
+                f"group {group!r}: entry {at} is {entry!r}; write a block id from 0 up, or None"
+            )
+        ids.append(block_id)
+    return ids
+
+
 def block_tables(
     layout: Layout, blocks: BlockIds, needed: Mapping[str, range]
 ) -> list[list[int | None]]:
     """One table a group, in the layout's order.
 
-    Raises `LayoutError` for an unknown group, `ValueError` where a block of `needed` has no page.
+    Raises `LayoutError` for an unknown group; `ValueError` for an entry that is no block id, and
+    where a block of `needed` has no page or shares it with another.
     """
     for name in blocks:
         layout.index_of(name)
-    tables = [list(blocks.get(g.name, ())) for g in layout.groups]
+    tables = [_block_ids(g.name, blocks.get(g.name, ())) for g in layout.groups]
     for name, wanted in needed.items():
         table = tables[layout.index_of(name)]
+        pages = table[wanted.start : wanted.stop]
+        if len(set(pages)) < len(pages) and None not in pages:
+            raise ValueError(f"group {name!r}: two blocks of the hit have the same page")
         if len(table) < wanted.stop or None in table[wanted.start : wanted.stop]:
             raise ValueError(
                 f"group {name!r}: the hit fills blocks {wanted.start} to {wanted.stop - 1}, "

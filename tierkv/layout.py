@@ -60,8 +60,19 @@ class Group:
 
     def __post_init__(self) -> None:
         where = f"group {self.name!r}"
-        if not self.name:
+        if not self.name or not isinstance(self.name, str):
             raise LayoutError('a group has no name; write "name": "..." in every group')
+        kinds = [str(k) for k in GroupKind]
+        if self.kind not in kinds:
+            raise LayoutError(
+                f"{where}: unknown kind {str(self.kind)!r}{_choice(str(self.kind), kinds)}; "
+                f"kinds: {', '.join(kinds)}"
+            )
+        object.__setattr__(self, "kind", GroupKind(self.kind))
+        for key in _NUMBERS:
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise LayoutError(f"{where}: {key} is {value!r}; write a whole number")
         if self.block_tokens < 1:
             raise LayoutError(f"{where}: block_tokens is {self.block_tokens}; write 1 or more")
         if self.block_bytes < 1:
@@ -98,6 +109,11 @@ class Group:
         return self.kind is not GroupKind.SCRATCH
 
 
+_NUMBERS = (
+    *("block_tokens", "block_bytes", "padded_block_bytes"),
+    *("window_tokens", "extra_tokens", "chunk_tokens", "ratio"),
+)
+
 _GEOMETRY: Mapping[GroupKind, tuple[str, ...]] = {
     GroupKind.SLIDING_WINDOW: ("window_tokens", "extra_tokens"),
     GroupKind.CHUNKED_LOCAL: ("chunk_tokens",),
@@ -130,6 +146,10 @@ class Layout:
         groups = self.groups
         if not groups:
             raise LayoutError('a layout needs at least one group; "groups" is empty')
+        for key in ("hash_block_tokens", "alignment_tokens"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise LayoutError(f"layout: {key} is {value!r}; write a whole number, or 0")
         names = [g.name for g in groups]
         twice = {n for n in names if names.count(n) > 1}
         if twice:

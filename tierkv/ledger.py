@@ -106,7 +106,7 @@ class Ledger:
         self._seen = SeenBoundaries()
         self._promises: deque[tuple[_Request, float]] = deque()
         self._block_tokens = np.array([g.block_tokens for g in layout.groups], np.int64)
-        self._budget = int(arena_bytes * (1.0 - reserve))
+        self._budget = self._books.room.share(1.0 - reserve)
         self._promise_s, self._pending_s = promise_s, pending_s
         self._has_tier, self._failed_seen = has_tier, 0
 
@@ -153,19 +153,19 @@ class Ledger:
         block_ids: `block_ids[group][block index]`, the engine's id of every block of the hit.
         Raises `KeyError` where the owner was promised nothing (or the promise expired).
         """
-        request = self._requests[owner]
-        promise = request.promise
-        if promise is None:
-            raise KeyError(f"{owner} holds no promise to load")
+        request = self._requests.get(owner)
+        if request is None or request.promise is None:
+            raise KeyError(f"{owner} holds no promise to load: it ended, or is of another cache")
+        promise, books = request.promise, self._books
+        plan = promise.plan
+        ids = _page_ids(plan, block_ids)
         request.promise = None
-        plan, books = promise.plan, self._books
-        pairs = zip(plan.groups.tolist(), plan.blocks.tolist(), strict=True)
         move = planned_move(
             books.new_id(),
             MoveKind.LOAD,
             books.index.keys_of(plan.rows),
             offsets=books.index.offset[plan.rows],
-            block_ids=np.array([block_ids[g][b] for g, b in pairs], np.int32),
+            block_ids=ids,
             from_tier=plan.from_tier,
             epoch=books.epoch,
         )
@@ -193,7 +193,8 @@ class Ledger:
         """
         request = self._request(owner)
         books = self._books
-        retry = len(request.progress.declined) > 0 and request.declined_at != books.capacity_version
+        waiting = len(request.progress.declined)
+        retry = waiting > 0 and request.declined_at != books.capacity_version
         plan = planner.plan_save(
             books.index,
             self.layout,
@@ -215,6 +216,8 @@ class Ledger:
         if any(plan.skipped_blocks):
             books.count_skipped(plan.skipped_blocks)
         move = self._save(request, plan, block_ids) if len(plan.wanted) else None
+        # One that is declined once more is not counted once more.
+        books.counters["declined_blocks"] += max(len(request.progress.declined) - waiting, 0)
         if len(plan.kept_rows) or move is not None:
             # All of the prompt at once: were its first steps' blocks older than its last ones',
             # they would be evicted first, and nothing can be read without them.
@@ -253,10 +256,10 @@ class Ledger:
             request.progress = SaveProgress()
             request.rows = request.rows[:0]
         self._seen.clear()
-        for row in books.index.live().tolist():
-            books.index.forget(row)
-            books.index.tier[row] = Tier.ABSENT
-            books.room.drop_if_free(row)
+        live = books.index.live()
+        books.index.forget_all(live)
+        books.index.tier[live] = Tier.ABSENT
+        books.freed(live)
         self._holdings.rotate()
         books.commands.append(Rotate(books.epoch))
         books.counters["rotations"] += 1
@@ -453,6 +456,7 @@ class Ledger:
     def _save(self, request: _Request, plan: SavePlan, block_ids: BlockTables) -> Move | None:
         """Claim slots for as many of the wanted blocks as fit and make the move."""
         books, index, wanted = self._books, self._books.index, plan.wanted
+        ids = _page_ids(wanted, block_ids)  # first: what it refuses has changed nothing
         sizes = books.room.slot_table[wanted.groups]
         room = self._budget - self._flights.save_bytes
         fit = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
@@ -476,13 +480,12 @@ class Ledger:
         index.tier[rows] = Tier.WRITING
         index.leases[rows] += 1
         request.rows = np.append(request.rows, rows)
-        pairs = zip(taken.groups.tolist(), taken.blocks.tolist(), strict=True)
         move = planned_move(
             books.new_id(),
             MoveKind.SAVE,
             index.keys_of(rows),
             offsets=np.array(offsets, np.int64),
-            block_ids=np.array([block_ids[g][i] for g, i in pairs], np.int32),
+            block_ids=ids[:count],
             epoch=books.epoch,
         )
         self._flights.start(move, rows, copies=True)
@@ -498,4 +501,9 @@ class Ledger:
         progress = request.progress
         request.progress = replace(progress, declined=progress.declined + blocks)
         request.declined_at = self._books.capacity_version
-        self._books.counters["declined_blocks"] += len(blocks)
+
+
+def _page_ids(chosen: Chosen | HitPlan, block_ids: BlockTables) -> NDArray[np.int32]:
+    """int32[n]: the engine's ids of these blocks."""
+    pairs = zip(chosen.groups.tolist(), chosen.blocks.tolist(), strict=True)
+    return np.array([block_ids[g][b] for g, b in pairs], np.int32)

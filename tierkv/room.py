@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv import policy
-from tierkv.index import NO_SLOT, Index, Pinned, Rows
+from tierkv.blocks import slot_bytes
+from tierkv.errors import CapacityError
+from tierkv.index import NO_SLOT, Index, Pinned, Rows, distinct
 from tierkv.slots import SlotAllocator
 
 
@@ -32,6 +34,18 @@ class Room:
         self._index = index
         self._block_bytes = block_bytes
         self._victims: deque[tuple[int, int]] = deque()
+
+    def share(self, part: float) -> int:
+        """Bytes of that part of the arena. `CapacityError` where they hold not even one block."""
+        largest = int(self.slot_table.argmax())
+        need, nbytes = int(self.slot_table[largest]), int(self.slots.capacity_bytes * part)
+        if nbytes < need:
+            raise CapacityError(
+                f"pinned: {self.slots.capacity_bytes} bytes hold no block of group {largest} "
+                f"({self._block_bytes[largest]} bytes); write at least "
+                f"{slot_bytes(int(need / part) + 1)}"
+            )
+        return nbytes
 
     def sizes(self, rows: Rows) -> NDArray[np.int64]:
         """int64[n]: bytes of the arena that each row's block takes."""
@@ -71,18 +85,17 @@ class Room:
     def empty(self, rows: Rows) -> None:
         """Take the slots of rows away and free them. Nothing may still touch them."""
         index = self._index
-        for row in rows.tolist():
-            if index.offset[row] != NO_SLOT:
-                self.slots.free(int(index.offset[row]), self._nbytes(row))
-            index.offset[row] = NO_SLOT
-            index.pinned[row] = Pinned.ABSENT
+        held = rows[index.offset[rows] != NO_SLOT]
+        self.slots.free_all(index.offset[held], self.sizes(held))
+        index.offset[held] = NO_SLOT
+        index.pinned[rows] = Pinned.ABSENT
 
-    def drop_if_free(self, row: int) -> None:
-        """Give back a row that nothing refers to; one without a key loses its slot first."""
+    def drop_free(self, rows: Rows) -> None:
+        """Give back rows that nothing refers to; one without a key loses its slot first."""
         index = self._index
-        if not index.leases[row] and index.pinned[row] and not index.is_known(row):
-            self.empty(np.array([row], np.int64))
-        index.reap(row)
+        useless = (index.leases[rows] == 0) & (index.pinned[rows] != Pinned.ABSENT)
+        self.empty(distinct(rows[useless & ~index.known(rows)]))
+        index.reap_all(rows)
 
     def _nbytes(self, row: int) -> int:
         return self._block_bytes[int(self._index.group[row])]

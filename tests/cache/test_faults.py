@@ -284,7 +284,7 @@ async def test_the_arenas_failure_to_copy_is_the_callers_and_the_books_are_settl
 ) -> None:
     one = Engine(1)
     async with open_cache("shelf://") as cache:
-        beyond = {name: [99 for _ in ids] for name, ids in tables().items()}
+        beyond = {name: [99 + i for i, _ in enumerate(ids)] for name, ids in tables().items()}
         with pytest.raises(ValueError, match="are outside"):
             await cache.save(PROMPT, one.pages, beyond)
         await settled(cache)
