@@ -75,8 +75,8 @@ def spec_of(group: Group) -> Any:
     raise AssertionError(group.kind)
 
 
-def config_of(layout: Layout) -> KVCacheConfig:
-    """The engine's configuration; `retention_interval` None: nothing is forgotten early."""
+def config_of(layout: Layout, retention: int | None = None) -> KVCacheConfig:
+    """The engine's configuration; retention None: the tails of all boundaries are cached."""
     return KVCacheConfig(
         POOL_BLOCKS,
         [],
@@ -84,6 +84,7 @@ def config_of(layout: Layout) -> KVCacheConfig:
             KVCacheGroupSpec([f"layer.{i}"], spec_of(g), is_eagle_group=g.draft)
             for i, g in enumerate(layout.groups)
         ],
+        prefix_cache_retention_interval=retention,
         hash_block_size=layout.hash_block_tokens,
         cache_hit_alignment_tokens=layout.alignment_tokens,
     )
@@ -92,9 +93,16 @@ def config_of(layout: Layout) -> KVCacheConfig:
 class Engine:
     """The engine's coordinator over a pool with the given blocks of one prompt."""
 
-    def __init__(self, layout: Layout, chain: Sequence[bytes], blocks: Collection[Block]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        chain: Sequence[bytes],
+        blocks: Collection[Block],
+        retention: int | None = None,
+    ) -> None:
+        self.layout = layout
         self.coordinator: KVCacheCoordinator = get_kv_cache_coordinator(
-            config_of(layout),
+            config_of(layout, retention),
             max_model_len=1 << 16,
             max_in_flight_tokens=1 << 16,
             use_eagle=any(g.draft for g in layout.groups),
@@ -113,6 +121,20 @@ class Engine:
             for block, page in zip(mine, pool.get_new_blocks(len(mine)), strict=True):
                 table[block] = page
             pool.cache_full_blocks(request, table, 0, len(table), group.block_tokens, g)
+
+    def compute(self, chain: Sequence[bytes], tokens: int) -> None:
+        """Have a prompt computed at once, and cached as the engine does it."""
+        request = SimpleNamespace(
+            request_id="a",
+            block_hashes=list(chain),
+            num_prompt_tokens=tokens,
+            num_tokens=tokens,
+            shared_prefix_boundary=None,
+        )
+        pool, managers = self.coordinator.block_pool, self.coordinator.single_type_managers
+        for group, manager in zip(self.layout.groups, managers, strict=True):
+            manager.req_to_blocks["a"] = pool.get_new_blocks(-(-tokens // group.block_tokens))
+        self.coordinator.cache_blocks(request, tokens)
 
     def hit(self, chain: Sequence[bytes], tokens: int) -> int:
         """The engine's longest hit of `tokens` tokens; the last one is always computed."""
@@ -238,6 +260,31 @@ def test_states_that_are_kept_exactly_are_too_few_for_the_engines_own_pool() -> 
 def test_the_connector_reads_these_groups_from_the_engines_specifications(name: str) -> None:
     layout = LAYOUTS[name]
     assert engine_layout(config_of(layout), layout.block_bytes) == layout
+
+
+@pytest.mark.parametrize("steps", [None, 0, 2], ids=["every", "ends", "each second"])
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if n.startswith(("deepseek_v4", "g"))])
+def test_the_policy_engine_hits_wherever_the_engines_own_retention_does(
+    name: str, steps: int | None
+) -> None:
+    layout = LAYOUTS[name]
+    step = layout.alignment_tokens
+    retention = None if steps is None else steps * step
+    policy = str(reach.Policy.parse("engine").resolve(retention))
+    for tokens in (step, 2 * step, 5 * step + 1, 6 * step - 1, 6 * step):
+        chain = chain_of(layout, tokens)
+        engine = Engine(layout, chain, (), retention)
+        engine.compute(chain, tokens)
+        ours = kept(layout, policy, tokens)
+        for length, shared in asked(tokens, step):
+            other = chain_of(layout, length, leaves_at=shared)
+            shared -= shared % layout.hash_block_tokens
+            mine, theirs = our_hit(layout, length, shared, ours), engine.hit(other, length)
+            assert mine >= theirs
+            # With a retention the engine keeps the end that the same prompt can reach. Ours also
+            # has the one that a longer prompt reaches, where the prompt ends on a boundary.
+            if retention is None or length == shared == tokens or tokens % step:
+                assert mine == theirs
 
 
 # Random layouts ---------------------------------------------------------------------------
