@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -217,7 +218,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 where the goal is missed")
     args = parser.parse_args()
     # Not the default /tmp, which is RAM on many machines: the point is a disk.
-    with tempfile.TemporaryDirectory(dir=args.dir or "/var/tmp", prefix="tierkv-gil-") as folder:
+    try:
+        scratch = tempfile.TemporaryDirectory(dir=args.dir or "/var/tmp", prefix="tierkv-gil-")
+    except OSError as exc:
+        sys.exit(f"bench.gil: --dir {args.dir}: {exc.strerror}; name a writable directory")
+    with scratch as folder:
         capacity = "" if args.scheme == "memory" else "?capacity=3GiB"
         urls = {home: f"{args.scheme}://{folder}/{home}{capacity}" for home in HOMES}
         rows = list(table(asyncio.run(measure(urls, args.mib << 20, args.rounds))))

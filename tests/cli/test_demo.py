@@ -85,6 +85,34 @@ def test_a_directory_that_is_not_there_is_refused_in_one_line(job: Job, tmp_path
     assert result.stderr.count("\n") == 1
 
 
+TERMINATED = """
+import asyncio, os, pathlib, signal, sys, types
+
+async def job(place):
+    (place / "what-a-demo-leaves").touch()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(60)
+
+demo = types.ModuleType("tierkv.demo")
+demo.run_demo = lambda place: asyncio.run(job(place))
+sys.modules["tierkv.demo"] = demo
+from tierkv.cli import main
+main()
+"""
+
+
+def test_a_demo_that_is_terminated_leaves_nothing_either(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINATED, "demo", "--dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, list(tmp_path.iterdir())) == (128 + 15, [])
+    assert "Traceback" not in done.stderr
+
+
 def test_the_real_demo_brings_everything_back(tmp_path: Path) -> None:
     script = Path(sysconfig.get_path("scripts")) / "tierkv"
     done = subprocess.run(

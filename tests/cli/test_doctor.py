@@ -61,10 +61,23 @@ def test_the_table_says_the_same_without_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sound")
-def test_a_directory_that_is_not_there_is_a_required_problem(tmp_path: Path) -> None:
-    code, answer = run("--dir", str(tmp_path / "absent"))
-    assert (code, answer["ok"], answer["free_bytes"]) == (1, False, None)
-    assert "absent cannot be written: No such file" in problems(answer, required=True)
+def test_of_a_directory_that_is_not_there_the_nearest_one_above_is_examined(tmp_path: Path) -> None:
+    absent = tmp_path / "absent" / "too"
+    code, answer = run("--dir", str(absent))
+    assert (code, answer["ok"]) == (0, True)
+    assert (answer["dir"], answer["examined_dir"]) == (str(absent), str(tmp_path))
+    assert answer["free_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+    table = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["doctor", "--dir", str(absent)])
+    assert f"not there yet; examined {tmp_path}" in table.stdout
+
+
+def test_a_file_in_place_of_the_directory_is_a_required_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below"):
+        code, answer = run("--dir", str(tmp_path / place))
+        assert (code, answer["ok"], answer["free_bytes"]) == (1, False, None)
+        assert "file cannot be written: Not a directory" in problems(answer, required=True)
 
 
 def test_a_built_in_backend_that_is_missing_is_a_required_problem(

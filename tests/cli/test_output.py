@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,11 @@ def test_the_installed_script_prints_one_object(tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     assert done.returncode == (0 if answer["ok"] else 1)
     assert answer["dir"] == str(tmp_path)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    done = script("--version")
+    assert (done.returncode, done.stdout) == (0, f"tierkv {version('tierkv')}\n")
 
 
 def test_the_installed_script_refuses_in_one_line() -> None:

@@ -154,6 +154,13 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path, name: str, 
     assert text in result.stderr
 
 
+def test_a_prompt_longer_than_any_is_refused_in_one_line() -> None:
+    result = run("--model", "dsv4-flash", "--tokens", "16777217")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "tierkv: --tokens 16777217: write 16777216 or less\n"
+    assert run("--model", "dsv4-flash", "--tokens", "16777216").exit_code == 0
+
+
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, module)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -22,13 +22,21 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_the_program_runs_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_runs_as_a_script_and_says_what_was_saved(tmp_path: Path) -> None:
     (source,) = blocks("python")
     assert "nvme:///tmp/kv?" in source
-    names: dict[str, Any] = {"__name__": "readme"}
-    exec(compile(source.replace("/tmp/kv", str(tmp_path)), "README.md", "exec"), names)
-    asyncio.run(names["main"]())
-    assert capsys.readouterr().out == "96 of 100 tokens need not be computed\n"
+    script = tmp_path / "example.py"
+    script.write_text(source.replace("/tmp/kv", str(tmp_path / "kv")))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "96 of 100 tokens need not be computed\n"
 
 
 def test_every_make_target_exists() -> None:

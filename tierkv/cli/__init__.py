@@ -6,17 +6,38 @@ Exit status: 0 success; 1 the answer is bad news (a required thing is broken, a 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from tierkv.cli import demo, doctor, plan, verify
+from tierkv.cli import demo, doctor, machine, plan, verify
 
 app = typer.Typer(
     name="tierkv",
-    help="Keeps the KV cache of LLM inference alive after it leaves the GPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a bug's traceback goes into a report: keep it plain
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"tierkv {machine.installed('tierkv')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _tierkv(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Keeps the KV cache of LLM inference alive after it leaves the GPU."""
+
+
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,9 +35,27 @@ def demo(
 
         from tierkv.demo import run_demo
 
-        with _scratch(directory) as path, Console(stderr=True).status("saving and loading"):
+        with (
+            _ending_tidily(),
+            _scratch(directory) as path,
+            Console(stderr=True).status("saving and loading"),
+        ):
             answer = run_demo(Path(path))
         screen.show(answer, lambda: _table(answer), ok=bool(answer["ok"]))
+
+
+@contextlib.contextmanager
+def _ending_tidily() -> Iterator[None]:
+    """SIGTERM ends the command like an exception, so that what it wrote is removed."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _scratch(directory: Path | None) -> tempfile.TemporaryDirectory[str]:

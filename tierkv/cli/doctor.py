@@ -44,8 +44,9 @@ def doctor(
 def examine(directory: Path, *, vllm: bool = False) -> dict[str, Any]:
     """The answer as it is printed with ``--json``.
 
-    Writes one small file to `directory`, for a moment. ``memlock_bytes`` None means no limit; any
-    other None: not there, or not to be found out.
+    Writes one small file, for a moment, to `directory`, or where that is not there yet to the
+    nearest directory above it; ``examined_dir`` says to which. ``memlock_bytes`` None means no
+    limit; any other None: not there, or not to be found out.
     """
     problems: list[Problem] = []
     cuda = machine.cuda_driver()
@@ -54,11 +55,13 @@ def examine(directory: Path, *, vllm: bool = False) -> dict[str, Any]:
     uvloop = machine.installed("uvloop")
     versions = {"python": sys.version.split()[0]}
     versions |= {name: v for name in REPORTED if (v := machine.installed(name))}
-    disk = _disk(directory, problems)
+    examined = _existing(directory)
+    disk = _disk(examined, problems)
     _gpu_problems(cuda, kvikio, kvikio_reason, problems)
     _process_problems(memlock, uvloop, problems)
     answer: dict[str, Any] = {
         "dir": str(directory),
+        "examined_dir": str(examined),
         "gpu": list(cuda.gpus) or None,
         "gpu_reason": cuda.reason,
         "libcuda": cuda.loaded,
@@ -94,6 +97,11 @@ def _gds_reason(cuda: CudaDriver, kvikio: str | None, kvikio_reason: str) -> str
     if kvikio is None:
         return kvikio_reason
     return "this version of tierkv has no gds backend: the way to the GPU leads through pinned RAM"
+
+
+def _existing(directory: Path) -> Path:
+    """`directory`, or the nearest one above it that is there: opening a store makes the rest."""
+    return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def _disk(directory: Path, problems: list[Problem]) -> dict[str, Any]:
@@ -224,8 +232,12 @@ def _table(answer: dict[str, Any]) -> RenderableType:
 
 def _rows(answer: dict[str, Any]) -> list[tuple[str, str]]:
     free, memlock = answer["free_bytes"], answer["memlock_bytes"]
+    missing = []
+    if answer["examined_dir"] != answer["dir"]:
+        missing = [("directory", f"not there yet; examined {answer['examined_dir']}")]
     direct = f"yes, {answer['alignment']} bytes" if answer["direct_io"] else "no"
     return [
+        *missing,
         ("GPU", ", ".join(answer["gpu"] or ()) or f"none: {answer['gpu_reason']}"),
         ("kvikio", answer["kvikio"] or "none"),
         ("GPU direct storage", f"{answer['gds_mode']}: {answer['gds_reason']}"),

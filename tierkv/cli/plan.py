@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 BAR_COLUMNS: Final = 56
 
+MOST_TOKENS: Final = 1 << 24
+"""More than any model takes; the plan of such a prompt still takes only seconds."""
+
 
 def plan(
     tokens: Annotated[int, typer.Option("--tokens", help="Length of the prompt.", metavar="N")],
@@ -42,9 +45,12 @@ def plan(
 ) -> None:
     """Show what would be kept of a prompt, group by group, and what hits that gives."""
     with answering(as_json=as_json) as screen:
+        from tierkv.errors import ConfigError
         from tierkv.plan import plan_prompt
         from tierkv.urls import parse_size
 
+        if tokens > MOST_TOKENS:
+            raise ConfigError(f"--tokens {tokens}: write {MOST_TOKENS} or less")
         answer = plan_prompt(
             _layout(model, layout),
             tokens,
