@@ -79,9 +79,7 @@ async def _run(directory: Path) -> dict[str, Any]:
     saves, loads = _Timing(), _Timing()
 
     def open_demo() -> Cache:
-        return open_cache(
-            url, layout=layout, namespace="demo@1", pinned=PINNED, policy=POLICY
-        )
+        return open_cache(url, layout=layout, namespace="demo@1", pinned=PINNED, policy=POLICY)
 
     async with open_demo() as cache:
         chains = [cache.chain(p) for p in prompts]

@@ -1,8 +1,6 @@
 """Cases of kind DIO. 141, 142 and 143 are about registered buffers and io_uring, which the pool of
 threads does not have: nothing is registered, and a call that returned is over."""
 
-
-
 from __future__ import annotations
 
 import contextlib

@@ -1,7 +1,5 @@
 """Cases of kind DURA that the nvme backend must keep."""
 
-
-
 from __future__ import annotations
 
 import contextlib

@@ -1,7 +1,5 @@
 """Cases of kind RESTART (and 012, 094) that the nvme backend must keep."""
 
-
-
 from __future__ import annotations
 
 import asyncio
