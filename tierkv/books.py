@@ -170,8 +170,7 @@ class Books:
     def freed(self, rows: Rows) -> None:
         """Leases ended or residency went: give back rows that nothing refers to."""
         self.capacity_version += 1
-        for row in rows.tolist():
-            self.room.drop_if_free(row)
+        self.room.drop_free(rows)
 
     def order_delete(self, keys: Keys, rank: int | None = None) -> None:
         """Have ranks forget keys in their tiers; nobody waits for the answer."""

@@ -157,7 +157,7 @@ class Flights:
         Rows that were rotated away are left alone: their keys may name newer blocks by now.
         """
         books = self._books
-        rows = rows[[books.index.is_known(r) for r in rows.tolist()]]
+        rows = rows[books.index.known(rows)]
         books.index.tier[rows] = Tier.ABSENT
         books.counters["lost_blocks"] += len(rows)
         if books.ranks > 1:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tierkv.blocks import NO_KEYS, Keys
 from tierkv.books import Agree, Books
-from tierkv.index import Rows, Tier
+from tierkv.index import Rows, Tier, distinct
 
 log = logging.getLogger("tierkv")
 
@@ -62,14 +62,15 @@ class Holdings:
 
     def down(self, rank: int, reason: str) -> None:
         """A rank's tier is gone for now."""
-        log.warning("tier of rank %d is down (%s): hits from it are off", rank, reason)
+        # Not a warning: whoever lost the tier has logged one already, and knows more.
+        log.info("tier of rank %d is down (%s): hits from it are off", rank, reason)
         books, index = self._books, self._books.index
         self._up.discard(rank)
         self._recovered.pop(rank, None)
-        resident = np.flatnonzero(index.tier == Tier.RESIDENT)
-        index.tier[resident] = Tier.SUSPENDED if books.ranks > 1 else Tier.ABSENT
+        # Rows stay, so that most of what comes back is known: this is an engine's scheduler.
+        index.tier[index.tier == Tier.RESIDENT] = Tier.SUSPENDED
         self._retiring = {k: v for k, v in self._retiring.items() if k[0] != rank}
-        books.freed(resident)
+        books.capacity_version += 1
         books.counters["tier_down"] += 1
 
     def recover(self, rank: int, keys: Keys, epoch: int) -> bool:
@@ -79,13 +80,17 @@ class Holdings:
         self._recovered[rank] = keys if epoch == books.epoch else NO_KEYS
         if not self.up:
             return False
-        common = self._common()
-        self._recovered.clear()
-        rows = index.add_all(common)
-        index.tier[rows[index.tier[rows] != Tier.WRITING]] = Tier.RESIDENT
-        left = np.flatnonzero(index.tier == Tier.SUSPENDED)
-        index.tier[left] = Tier.ABSENT
-        books.freed(left)
+        suspended = np.flatnonzero(index.tier == Tier.SUSPENDED)
+        held = self._held_rows(suspended)
+        holders = np.bincount(np.concatenate(held), minlength=len(index.tier))
+        common = np.flatnonzero(holders == books.ranks)
+        index.tier[suspended] = Tier.ABSENT
+        index.tier[common[index.tier[common] != Tier.WRITING]] = Tier.RESIDENT
+        for other, rows in enumerate(held):
+            rows = rows[holders[rows] < books.ranks]
+            books.order_delete(index.keys_of(rows), other)
+            books.freed(rows)
+        books.freed(suspended)
         books.counters["recovered_blocks"] += len(common)
         return True
 
@@ -95,14 +100,11 @@ class Holdings:
         self._retiring.clear()
         self._recovered.clear()
 
-    def _common(self) -> Keys:
-        """What every rank holds. A rank that stayed up holds what was suspended."""
-        books = self._books
-        if books.ranks == 1:
-            return self._recovered[0]
-        suspended = books.index.keys_of(np.flatnonzero(books.index.tier == Tier.SUSPENDED))
-        held = {r: set(self._recovered.get(r, suspended)) for r in range(books.ranks)}
-        common = set.intersection(*held.values())
-        for rank, keys in held.items():
-            books.order_delete(Keys.of(keys - common), rank)
-        return Keys.of(common)
+    def _held_rows(self, suspended: Rows) -> list[Rows]:
+        """For each rank what it holds; a rank that stayed up holds what was suspended."""
+        held = []
+        for rank in range(self._books.ranks):
+            keys = self._recovered.pop(rank, None)
+            rows = suspended if keys is None else self._books.index.add_all(keys)
+            held.append(distinct(rows))
+        return held

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tierkv.blocks import slot_bytes
+
+_FEW: Final = 64
+"""Below this many slots, giving them back one by one is faster (bench/ledger.py)."""
 
 
 class SlotAllocator:
@@ -70,6 +77,29 @@ class SlotAllocator:
         if offset + length in self._length_at:
             length += self._remove_hole(offset + length)
         self._add_hole(offset, length)
+
+    def free_all(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Give back n distinct slots, each of so many bytes of the arena.
+
+        Many at once are merged in columns: one by one, each would move the list of holes.
+        """
+        if len(offsets) < max(_FEW, len(self._by_size) // 8):
+            for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
+                self.free(offset, length)
+            return
+        self.free_bytes += int(lengths.sum())
+        holes = np.array(self._by_size, np.int64).reshape(-1, 2)
+        starts = np.concatenate([holes[:, 1], offsets])
+        ends = starts + np.concatenate([holes[:, 0], lengths])
+        order = np.argsort(starts)
+        starts, ends = starts[order], ends[order]
+        first = np.append(True, starts[1:] != ends[:-1])
+        last = np.append(first[1:], True)
+        at, to = starts[first].tolist(), ends[last].tolist()
+        sizes = (ends[last] - starts[first]).tolist()
+        self._length_at = dict(zip(at, sizes, strict=True))
+        self._start_by_end = dict(zip(to, at, strict=True))
+        self._by_size = sorted(zip(sizes, at, strict=True))
 
     def _add_hole(self, start: int, length: int) -> None:
         self._length_at[start] = length

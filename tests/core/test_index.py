@@ -67,6 +67,24 @@ class IndexMachine(RuleBasedStateMachine):
             if self.known.get(key) == row:
                 del self.known[key]
 
+    @rule(picks=st.sets(st.integers(0, 99)))
+    def forget_all(self, picks: set[int]) -> None:
+        rows = sorted({sorted(self.rows)[n % len(self.rows)] for n in picks if self.rows})
+        self.index.forget_all(np.array(rows, np.int64))
+        gone = set(rows)
+        self.known = {key: row for key, row in self.known.items() if row not in gone}
+
+    @rule(picks=st.lists(st.integers(0, 99)))
+    def reap_all(self, picks: list[int]) -> None:
+        rows = [sorted(self.rows)[n % len(self.rows)] for n in picks if self.rows]
+        self.index.reap_all(np.array(rows, np.int64))
+        for row in set(rows):
+            state = self.rows[row]
+            if not (state["pinned"] or state["tier"] or state["leases"]):
+                del self.rows[row]
+                if self.known.get(state["key"]) == row:
+                    del self.known[state["key"]]
+
     @rule(pick=st.integers(0, 99))
     def reap(self, pick: int) -> None:
         if not self.rows:
@@ -129,3 +147,13 @@ def test_growing_keeps_every_column() -> None:
     assert index.depth[rows].tolist() == list(range(100))
     assert (index.pinned[more] == Pinned.ABSENT).all()
     assert (index.offset[[*rows, *more]] == NO_SLOT).all()
+
+
+def test_a_key_that_is_given_twice_has_one_row_and_wastes_none() -> None:
+    index = Index(2, capacity=4)
+    one, two = (bytes([n]) * HASH_BYTES for n in (1, 2))
+    rows = index.add_all(Keys.of([(0, one), (1, one), (0, two), (0, one)])).tolist()
+    assert rows[0] == rows[3]
+    assert len(set(rows)) == 3 == len(index)
+    assert index.add(1, two) not in rows
+    assert len(index.offset) == 4, "no row was lost"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,6 +96,30 @@ def test_slots_never_overlap_and_what_is_freed_merges(
     while arena.held:
         arena.free(0)
     assert arena.holes() == ([units] if units else [])
+    arena.check()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=100, max_size=200), st.integers(0, 10), st.randoms())
+def test_many_slots_given_back_at_once_merge_as_well(
+    lengths: list[int], free_first: int, random: Random
+) -> None:
+    arena = Checked(sum(lengths) + 5)
+    for length in lengths:
+        offset = arena.slots.allocate(length * ARENA_ALIGN)
+        assert offset is not None
+        arena.take(offset, length * ARENA_ALIGN)
+    random.shuffle(arena.held)
+    for _ in range(free_first):
+        arena.free(0)
+    some, arena.held = arena.held[:80], arena.held[80:]
+    offsets, sizes = np.array(some, np.int64).T
+    arena.slots.free_all(offsets, sizes)
+    for offset, nbytes in some:
+        arena.mark(offset, nbytes, taken=False)
+    arena.check()
+    while arena.held:
+        arena.free(0)
     arena.check()
 
 
