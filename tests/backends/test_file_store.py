@@ -452,6 +452,20 @@ async def test_verify_lists_an_owner_of_another_format(tmp_path: pathlib.Path) -
     assert [(s.directory, s.reason) for s in report.skipped] == [(str(other), "another format")]
 
 
+async def test_verify_does_not_count_what_went_while_it_read(tmp_path: pathlib.Path) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, make_blocks(3, [4096]))
+    first, *others = sorted(tmp_path.rglob("*.kv"))
+
+    def remove_others(done: int, total: int) -> None:
+        assert total == 3 * 4096
+        for path in [*others, first]:
+            path.unlink(missing_ok=True)
+
+    report = await FileBackend(tmp_path).verify(remove_others)
+    assert (report.blocks, report.payload_bytes, report.corrupt) == (1, 4096, ())
+
+
 async def test_verify_says_when_there_is_nothing_to_read(tmp_path: pathlib.Path) -> None:
     with pytest.raises(StoreUnusableError, match="name a readable store"):
         await FileBackend(tmp_path / "absent").verify(lambda done, total: None)

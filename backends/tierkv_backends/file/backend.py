@@ -23,7 +23,6 @@ from tierkv.backend import (
     Backend,
     BackendContext,
     BlockBatch,
-    CorruptBlock,
     Outcomes,
     Usage,
     Verification,
@@ -43,7 +42,7 @@ from tierkv_backends.file.directory import (
     on_disk,
 )
 from tierkv_backends.file.names import Key
-from tierkv_backends.file.verify import check_sync, list_store_sync
+from tierkv_backends.file.verify import verify_store
 
 log = logging.getLogger(__name__)
 
@@ -477,19 +476,7 @@ class FileBackend(Backend):
 
     async def verify(self, progress: Callable[[int, int], None]) -> Verification:
         """`tierkv.backend.SupportsVerify`: read and prove every block of every owner."""
-        found, skipped = await finish(asyncio.to_thread(list_store_sync, self._root))
-        total = sum(block.nbytes for block in found)
-        done = 0
-        corrupt: list[CorruptBlock] = []
-        for block in found:
-            wrong = await finish(asyncio.to_thread(check_sync, block))
-            if wrong is not None:
-                corrupt.append(wrong)
-            done += block.nbytes
-            progress(done, total)
-        return Verification(
-            blocks=len(found), payload_bytes=total, corrupt=tuple(corrupt), skipped=skipped
-        )
+        return await verify_store(self._root, progress)
 
 
 def _make_folder_sync(folder: Path) -> None:
