@@ -31,7 +31,7 @@ from tierkv.testing import (
 async def opened(
     root: Path, block_bytes: Sequence[int] = (4096,), **context: Any
 ) -> AsyncIterator[Backend]:
-    backend = make_backend(f"nvme://{root}?capacity=8MiB&segment=1MiB")
+    backend = make_backend(f"nvme://{root}?capacity=32MiB&segment=1MiB")
     await backend.open(make_context(block_bytes, **context))
     try:
         yield backend
@@ -88,7 +88,7 @@ async def test_case_077_with_one_write_in_ten_failing_what_is_listed_is_what_is_
 async def test_case_079_no_path_component_is_too_long_whatever_the_model_is_called(
     tmp_path: Path,
 ) -> None:
-    backend = make_backend(f"nvme://{tmp_path}?capacity=8MiB&segment=1MiB")
+    backend = make_backend(f"nvme://{tmp_path}?capacity=32MiB&segment=1MiB")
     context = make_context([4096])
     long_name = type(context)(
         namespace=context.namespace,
