@@ -24,6 +24,9 @@ _ROW_BITS: Final = 32
 _ROW_MASK: Final = (1 << _ROW_BITS) - 1
 _WORDS: Final = HASH_BYTES // 8
 
+_AT_ONCE: Final = 1 << 16
+"""Found blocks that are entered together. A million at once leave holes in the heap."""
+
 Hashes = NDArray[np.uint64]
 """uint64[n, 4]: block hashes as words."""
 
@@ -98,6 +101,10 @@ class Segment:
         self.count = end
         self.live += len(rows)
         self.live_bytes += int(rows["stored_bytes"].sum())
+
+    def reserve(self, blocks: int) -> None:
+        """Make room in the columns for so many more."""
+        self._resize(self.count + blocks)
 
     def bury(self, rows: NDArray[Any]) -> None:
         """The index does not point at these rows any more. Each must be live, and named once."""
@@ -191,12 +198,15 @@ class Table:
 
     def adopt(self, segment: Segment, hashes: bytes, rows: Rows) -> None:
         """`publish` of what was found on media: of a key that is there twice the later counts."""
-        prints = fingerprints(rows["group"], words_of(hashes))
-        later = len(rows) - 1 - np.unique(prints[::-1], return_index=True)[1]
-        if len(later) < len(rows):
-            later.sort()
-            hashes, rows = words_of(hashes)[later].tobytes(), rows[later]
-        self.publish(segment, hashes, rows)
+        segment.reserve(len(rows))
+        for at in range(0, len(rows), _AT_ONCE):
+            some, words = rows[at : at + _AT_ONCE], words_of(hashes)[at : at + _AT_ONCE]
+            prints = fingerprints(some["group"], words)
+            later = len(some) - 1 - np.unique(prints[::-1], return_index=True)[1]
+            if len(later) < len(some):
+                later.sort()
+                some, words = some[later], words[later]
+            self.publish(segment, words.tobytes(), some)
 
     def forget(self, keys: Keys) -> None:
         """Remove keys from the index; unknown ones are fine."""
