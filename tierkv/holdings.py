@@ -40,7 +40,8 @@ class Holdings:
         books, index = self._books, self._books.index
         rows = index.find_all(keys)
         rows = rows[rows >= 0]
-        resident = rows[index.tier[rows] == Tier.RESIDENT]
+        # Suspended ones as well: this rank would be thought to hold them still.
+        resident = rows[np.isin(index.tier[rows], (Tier.RESIDENT, Tier.SUSPENDED))]
         index.tier[resident] = Tier.ABSENT
         books.count("evicted_tier", resident)
         books.count_tokens("evicted_tier", resident)
