@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv import planner, policy, reach
+from tierkv import fit, planner, policy, reach
 from tierkv.blocks import (
     Copied,
     Event,
@@ -44,9 +44,6 @@ from tierkv.reach import AUTO, Policy, PolicyKind
 from tierkv.stock import SeenBoundaries, Stock
 
 __all__ = ["Agree", "Command", "Hit", "Ledger", "Miss", "Rotate", "Submit"]
-
-_SHRINK_TRIES = 3
-"""How often a hit is shortened to what the arena can take in before it is given up."""
 
 
 @dataclass(slots=True)
@@ -123,29 +120,31 @@ class Ledger:
         self._take_back(request)
         self._expire()
         self._books.counters["lookups"] += 1
-        limit: int | None = None
-        for _ in range(_SHRINK_TRIES):
+        search = fit.Search(self.layout.alignment_tokens, local_tokens)
+        while True:
             plan = planner.plan_hit(
                 self._books.index,
                 self.layout,
                 hashes,
                 known_tokens=known_tokens,
                 local_tokens=local_tokens,
-                max_boundary=limit,
+                max_boundary=search.limit,
             )
             if plan.tokens <= local_tokens:
-                return self._miss(request, known_tokens, shrunk=limit is not None)
+                if search.nothing():
+                    continue
+                return self._miss(request, known_tokens, shrunk=search.limit is not None)
             if plan.pending:
                 return self._pending(request, plan)
-            fits = self._promise(request, plan, local_tokens)
-            if fits >= 1.0:
+            made = self._promise(request, plan, local_tokens)
+            if isinstance(made, HitPlan):
                 request.pending_since = None
-                return Hit(plan.tokens, tier_tokens=self._tier_tokens(plan, local_tokens))
+                tier_tokens = fit.tier_tokens(self.layout, made, local_tokens)
+                return Hit(plan.tokens, tier_tokens=tier_tokens)
             if self._flights.load_bytes:
                 return self._pending(request, plan)
-            unit = self.layout.alignment_tokens
-            limit = local_tokens + int((plan.tokens - local_tokens) * fits * 0.9) // unit * unit
-        return self._miss(request, known_tokens, shrunk=True)
+            if not search.too_long(plan.tokens, made):
+                return self._miss(request, known_tokens, shrunk=True)
 
     def begin_load(self, owner: str, block_ids: BlockTables) -> Move:
         """Turn the owner's promise into a move into these engine blocks.
@@ -375,33 +374,31 @@ class Ledger:
 
     # Promises ---------------------------------------------------------------------------
 
-    def _promise(self, request: _Request, plan: HitPlan, local_tokens: int) -> float:
+    def _promise(self, request: _Request, plan: HitPlan, local_tokens: int) -> HitPlan | int:
         """Lease the plan and claim slots for what comes from the tier.
 
-        Returns 1.0, or the share of those bytes that fits; then nothing is leased.
+        Returns the plan that was promised, or a boundary that might fit: then nothing is leased.
         """
         books, index, rows = self._books, self._books.index, plan.rows
-        incoming = rows[plan.from_tier]
-        need = books.room.slot_bytes(incoming)
         room = self._budget - self._flights.load_bytes
-        if need > room:
-            return max(room, 0) / need
-        index.leases[rows] += 1  # first, so that claiming evicts none of them
-        offsets = books.room.claim(books.room.sizes(incoming))
-        if len(offsets) < len(incoming):
-            books.room.give_back(incoming, offsets)
-            index.leases[rows] -= 1
-            return books.room.slot_bytes(incoming[: len(offsets)]) / need
+        fits = fit.longest(books, self.layout, plan, room)
+        if fits < plan.tokens:
+            return fits
+        claimed = fit.claim(books, plan, room)
+        if claimed is None:
+            return plan.tokens - 1
+        plan, offsets = claimed
+        incoming = rows[plan.from_tier]
         index.offset[incoming] = offsets
         index.pinned[incoming] = Pinned.FILLING
         index.tier_leases[incoming] += 1
-        self._flights.load_bytes += need
+        self._flights.load_bytes += books.room.slot_bytes(incoming)
         index.depth[rows] = self._ends(plan)
         books.touch(rows)
         expires = books.clock() + self._promise_s
         request.promise = _Promise(plan, local_tokens, expires)
         self._promises.append((request, expires))
-        return 1.0
+        return plan
 
     def _take_back(self, request: _Request) -> None:
         promise, request.promise = request.promise, None
@@ -444,12 +441,6 @@ class Ledger:
             self._books.counters["pending_given_up"] += 1
             return Hit(0, miss=Miss.WAITED)
         return Hit(plan.tokens, pending=True)
-
-    def _tier_tokens(self, plan: HitPlan, local_tokens: int) -> int:
-        if not plan.from_tier.any():
-            return 0
-        first = int((plan.blocks * self._block_tokens[plan.groups])[plan.from_tier].min())
-        return plan.tokens - max(first, local_tokens)
 
     # Saves --------------------------------------------------------------------------------
 

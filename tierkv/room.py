@@ -77,6 +77,21 @@ class Room:
                 offsets.append(offset)
         return offsets
 
+    def can_give(self) -> int:
+        """Bytes that are free or that eviction could free; one look at whole columns."""
+        index = self._index
+        idle = np.flatnonzero((index.pinned == Pinned.RESIDENT) & (index.leases == 0))
+        return self.slots.free_bytes + self.slot_bytes(idle)
+
+    def evict(self, rows: Rows) -> None:
+        """Take pinned rows that nobody leases out of the arena."""
+        index = self._index
+        for group in index.group[rows].tolist():
+            self.evicted_by_group[group] += 1
+        self.evicted_bytes += self.slot_bytes(rows)
+        self.empty(rows)
+        index.reap_all(rows)
+
     def give_back(self, rows: Rows, offsets: Iterable[int]) -> None:
         """Free slots that were claimed for the first of `rows` but not used."""
         for row, offset in zip(rows.tolist(), offsets, strict=False):
@@ -116,10 +131,7 @@ class Room:
             usable = index.pinned[row] == Pinned.RESIDENT and not index.leases[row]
             if usable and index.tick[row] == tick:
                 size = int(self.slot_table[index.group[row]])
-                self.evicted_by_group[int(index.group[row])] += 1
-                self.evicted_bytes += size
-                self.empty(np.array([row], np.int64))
-                index.reap(row)
+                self.evict(np.array([row], np.int64))
                 return size
 
     def _choose(self) -> None:
