@@ -92,6 +92,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     jobs = report["runs"][0]["jobs"]
     runs = [run for run in report["runs"] if run["jobs"] == jobs]
+    runs.sort(key=lambda run: int(run["block_bytes"]))
     sizes = [run["block_bytes"] / 1024 for run in runs]
     rows = (("gb_per_s", "GB/s"), ("cpu_s_per_gb", "CPU s per GB"), ("p99_ms", "p99 of a job, ms"))
     figure, axes = plt.subplots(len(rows), 2, figsize=(10, 10), dpi=130, sharex=True)
