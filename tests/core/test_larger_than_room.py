@@ -158,3 +158,15 @@ def test_whatever_room_there_is_for_one_step_a_lookup_after_a_save_hits(
     best = world.best(world_tokens, world.stored)
     if sum(slot_bytes(layout.block_bytes[g]) for g, _ in world.oracle.need(best)) <= room:
         assert hits[0] == best, "all of it fits"
+
+
+def test_where_room_lies_in_pieces_the_prompts_own_blocks_are_read_once_more() -> None:
+    page = ARENA_ALIGN
+    sizes = ((GroupKind.FULL, 8, 3, 0), (GroupKind.SLIDING_WINDOW, 4, 1, 2))
+    groups = [
+        Group(name=str(kind), kind=kind, block_tokens=n, block_bytes=b * page, window_tokens=w)
+        for kind, n, b, w in (*sizes, (GroupKind.RECURRENT, 8, 4, 0))
+    ]
+    layout = Layout(tuple(groups))
+    world = saved(layout, 19, 18)
+    assert [load(world, prompt(layout, 19)) for _ in range(3)] == [19 * 8] * 3
