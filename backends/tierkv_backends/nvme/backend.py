@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
@@ -299,7 +300,9 @@ class NvmeBackend(Backend):
         direct: bool,
     ) -> Written:
         """Write extents and publish those that are in place. Not to be cancelled half-way."""
-        written: Written = await self._transfer(self._write_sync, store, run, arena, direct)
+        written: Written = await self._transfer(
+            partial(write_run_sync, store.files, run, arena, direct=direct)
+        )
         if self._opened is not store:  # it hung, and we were closed: the next open finds it
             return Written(link=0, error=OSError(errno.ESHUTDOWN, "closed while it hung"))
         if written.extents:
@@ -316,10 +319,6 @@ class NvmeBackend(Backend):
         elif written.torn:
             await space.seal(lane)  # what lies behind its end is not known
         return written
-
-    @staticmethod
-    def _write_sync(store: Store, run: WriteRun, arena: memoryview, direct: bool) -> Written:
-        return write_run_sync(store.files, run, arena, direct=direct)
 
     def _aligned(self, store: Store, batch: BlockBatch) -> bool:
         """Whether the arena is fit for direct I/O; counted and said once where it is not."""
