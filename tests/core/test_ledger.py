@@ -7,10 +7,11 @@ import pytest
 
 from tests.core.simulator import Key, Simulator
 from tests.core.tables import full, mamba, swa
-from tierkv.blocks import Copied, Keys, MoveDone, MoveKind, Outcome, Recovered, TierDown
+from tierkv.blocks import Copied, Keys, MoveDone, MoveKind, Outcome, Recovered, Retire, TierDown
 from tierkv.hashing import chain
+from tierkv.index import Tier
 from tierkv.layout import Layout
-from tierkv.ledger import Ledger, Rotate, Submit
+from tierkv.ledger import Agree, Ledger, Rotate, Submit
 
 FULL = Layout((full(16),))
 
@@ -164,3 +165,19 @@ def test_tokens_are_counted_for_each_group_by_itself() -> None:
     assert stats["stored_tokens"] == 3 * 16 + 3 * 2 * 4
     assert stats["skipped_tokens"] == 3 * 2 * 4
     assert stats["evicted_pinned_tokens"] == stats["evicted_tier_tokens"] == 0
+
+
+def test_what_a_rank_retires_while_another_is_down_is_not_promised_when_that_one_returns() -> None:
+    world = Simulator(FULL, slots=8, ranks=2)
+    tokens = prompt(1, 4)
+    world.run("a", tokens, [])
+    world.ledger.apply(0, TierDown("gone"))
+    last = max(world.stored, key=lambda key: chain(tokens, 16).hashes.index(key[1]))
+    world.ledger.apply(1, Retire(7, Keys.of([last])))
+    world.tiers[1].discard(last)
+    assert Agree(1, 7) in world.ledger.take_commands()
+    world.ledger.apply(0, Recovered(Keys.of(world.tiers[0])))
+    ordered = [c for c in world.ledger.take_commands() if isinstance(c, Submit) and c.rank == 0]
+    assert [list(c.move.keys) for c in ordered if c.move.kind is MoveKind.DELETE][-1:] == [[last]]
+    index = world.ledger._books.index
+    assert index.tier[index.find(*last)] != Tier.RESIDENT
