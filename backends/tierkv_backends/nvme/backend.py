@@ -400,15 +400,11 @@ class NvmeBackend(Backend):
             return []
         aligned = self._aligned(store, batch)
         jobs = [
-            self._transfer(self._read_sync, store, part, batch, aligned and store.direct(segment))
-            for segment, part in parts
+            self._transfer(partial(read_part_sync, store.files, part, batch, direct=direct))
+            for part, direct in ((p, aligned and store.direct(s)) for s, p in parts)
         ]
         # All of them, before anyone's buffer is given back.
         return list(await finish(asyncio.gather(*jobs)))
-
-    @staticmethod
-    def _read_sync(store: Store, part: ReadPart, batch: BlockBatch, direct: bool) -> ReadDone:
-        return read_part_sync(store.files, part, batch, direct=direct)
 
     async def _note(
         self, space: Space, batch: BlockBatch, segment: Segment, part: ReadPart, result: ReadDone
