@@ -192,7 +192,7 @@ def test_case_130_small_blocks_take_their_own_bytes_and_not_the_largest_groups()
             for n in range(8)
         ),
     ]
-    world = Simulator(Layout(tuple(groups)), slots=1)
+    world = Simulator(Layout(tuple(groups)), slots=2)
     prompts = [[n * 100_000 + i for i in range(256 * 40 + 1)] for n in range(3)]
     each = 40 * (large + 8 * 2 * small)
     arena = 4 << 30
