@@ -1,7 +1,7 @@
 """What loss and recovery of a tier cost the thread that decides, and a rotation.
 
-``python -m bench.ledger`` prints milliseconds of the thread's own time for ``--rows`` blocks that the
-tier holds, of which ``--pinned`` lie in the arena. An engine's scheduler does nothing else
+``python -m bench.ledger`` prints milliseconds of the thread's own time for ``--rows`` blocks that
+the tier holds, of which ``--pinned`` lie in the arena. An engine's scheduler does nothing else
 meanwhile. In the order in which they happen:
 
 recovered_first: `Recovered` with all rows, into an empty ledger: an engine's start.
