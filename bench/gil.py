@@ -223,7 +223,9 @@ def main() -> int:
     except OSError as exc:
         sys.exit(f"bench.gil: --dir {args.dir}: {exc.strerror}; name a writable directory")
     with scratch as folder:
-        capacity = "" if args.scheme == "memory" else "?capacity=3GiB"
+        # Room for every round, so that no save waits for another's blocks to be given up.
+        mib = 1024 + 4 * args.mib * (args.rounds + 1)
+        capacity = "" if args.scheme == "memory" else f"?capacity={mib}MiB"
         urls = {home: f"{args.scheme}://{folder}/{home}{capacity}" for home in HOMES}
         rows = list(table(asyncio.run(measure(urls, args.mib << 20, args.rounds))))
     ok = reaches_goal(rows)
