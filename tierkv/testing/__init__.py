@@ -23,6 +23,7 @@ What is here:
   as small dicts.
 - `FaultyBackend`: wraps a backend and lies, fails or raises as told. `SlowBackend`: wraps a backend
   and holds calls until released.
+- `SystemFaults`: the n-th system call of a store fails, falls short, hangs, lies or kills.
 - `never_blocked`: raises where something blocks the event loop.
 
 Names are looked up when first used, so that a child process that needs `make_batch` only does not
@@ -49,11 +50,14 @@ _HOME = {
     "FILL": "batches",
     "Fault": "doubles",
     "FaultyBackend": "doubles",
+    "Hit": "faults",
+    "Injection": "faults",
     "Key": "batches",
     "KillReport": "kills",
     "Lie": "doubles",
     "Op": "doubles",
     "SlowBackend": "doubles",
+    "SystemFaults": "faults",
     "agree_at_once": "batches",
     "assert_same": "batches",
     "empty_batch": "batches",
@@ -98,6 +102,9 @@ if TYPE_CHECKING:
     from tierkv.testing.doubles import Lie as Lie
     from tierkv.testing.doubles import Op as Op
     from tierkv.testing.doubles import SlowBackend as SlowBackend
+    from tierkv.testing.faults import Hit as Hit
+    from tierkv.testing.faults import Injection as Injection
+    from tierkv.testing.faults import SystemFaults as SystemFaults
     from tierkv.testing.kills import KillReport as KillReport
     from tierkv.testing.kills import kill_campaign as kill_campaign
     from tierkv.testing.loops import loop_factories as loop_factories

@@ -44,18 +44,26 @@ def dio_alignment_sync(fd: int) -> tuple[int, int] | None:
 
     Python 3.11 has no statx. tmpfs accepts O_DIRECT and ignores it: it gives no answer here.
     """
-    try:
-        statx = ctypes.CDLL(None, use_errno=True).statx
-    except AttributeError:  # a C library before statx
-        return None
-    buffer = ctypes.create_string_buffer(256)
-    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) != 0:
+    buffer = statx_sync(fd, _STATX_DIOALIGN)
+    if buffer is None:
         return None
     (mask,) = struct.unpack_from("<I", buffer)
     memory, offset = struct.unpack_from("<II", buffer, _DIO_FIELDS)
     if not mask & _STATX_DIOALIGN or not memory or not offset:
         return None
     return memory, offset
+
+
+def statx_sync(fd: int, wanted: int) -> bytes | None:
+    """`struct statx` of an open file; None where the system has no answer."""
+    try:
+        statx = ctypes.CDLL(None, use_errno=True).statx
+    except AttributeError:  # a C library before statx
+        return None
+    buffer = ctypes.create_string_buffer(256)
+    if statx(fd, b"", _AT_EMPTY_PATH, wanted, buffer) != 0:
+        return None
+    return buffer.raw
 
 
 def probe_sync(directory: Path, wish: Direct) -> DirectMode:

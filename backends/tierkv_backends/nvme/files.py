@@ -1,4 +1,10 @@
-"""Descriptors and system calls. All of it blocks; every fault of a device enters here."""
+"""Descriptors and system calls. All of it blocks; every fault of a device enters here.
+
+The backend reaches the system through functions of `os` (which `pathlib` calls for everything but
+opening), `fcntl.flock` and `direct.statx_sync`, looked up at each call: there a test puts its
+faults (`tierkv.testing.SystemFaults`), and production pays nothing for it. So no `open()`, no
+`Path.read_bytes` here: what they do happens out of sight (tests/backends/nvme/test_seam.py).
+"""
 
 from __future__ import annotations
 
@@ -22,6 +28,9 @@ MAX_VECTORS: Final = 1024
 
 MAX_DESCRIPTORS: Final = 256
 """Idle descriptors that stay open. The usual soft limit of a process is 1024."""
+
+_PIECE: Final = 8 << 20
+"""A file that is read whole is read in pieces of this."""
 
 
 @dataclass(slots=True)
@@ -151,11 +160,43 @@ def _after(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
     return []
 
 
+def open_quiet_sync(path: Path) -> int:
+    """Open for reading without counting as a use: times of use say what is cold.
+
+    A file of somebody else can only be opened the ordinary way.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_NOATIME)
+    except PermissionError:
+        return os.open(path, flags)
+
+
 def read_exactly_sync(path: Path, parts: Sequence[tuple[int, int]]) -> list[bytes]:
     """The bytes at (offset, length) of `path`, through the page cache; shorter past its end."""
+    fd = open_quiet_sync(path)
+    try:
+        return [pread_exactly_sync(fd, nbytes, offset) for offset, nbytes in parts]
+    finally:
+        close_fd_sync(fd)
+
+
+def pread_exactly_sync(fd: int, nbytes: int, offset: int) -> bytes:
+    """The `nbytes` at `offset`; fewer only where the file ends, however short single reads are."""
+    data = os.pread(fd, nbytes, offset)
+    while data and len(data) < nbytes:
+        more = os.pread(fd, nbytes - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def read_file_sync(path: Path) -> bytes:
+    """All bytes of a file."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return [os.pread(fd, nbytes, offset) for offset, nbytes in parts]
+        return b"".join(iter(lambda: os.read(fd, _PIECE), b""))
     finally:
         close_fd_sync(fd)
 
@@ -172,11 +213,13 @@ def replace_sync(path: Path, data: bytes, *, durable: bool) -> None:
     """Write a file under a temporary name and rename it; durable: against power loss as well."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            write_all_sync(fd, [memoryview(data)], 0)
             if durable:
-                file.flush()
-                os.fsync(file.fileno())
+                os.fsync(fd)
+        finally:
+            close_fd_sync(fd)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

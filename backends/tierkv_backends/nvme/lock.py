@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tierkv.errors import StoreBusyError
-from tierkv_backends.nvme.files import close_fd_sync
+from tierkv_backends.nvme.files import close_fd_sync, read_file_sync
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,10 @@ def own_sync(directory: Path) -> int:
 def owner_sync(directory: Path) -> str:
     """Who wrote the lock of `directory` last, in words."""
     try:
-        return (directory / LOCK_NAME).read_text(errors="replace").strip() or "another process"
+        text = read_file_sync(directory / LOCK_NAME).decode(errors="replace").strip()
     except OSError:
-        return "another process"
+        text = ""
+    return text or "another process"
 
 
 def is_owned_sync(directory: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,13 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from tierkv_backends.nvme.files import close_fd_sync, read_exactly_sync
+from tierkv_backends.nvme.files import (
+    close_fd_sync,
+    open_quiet_sync,
+    pread_exactly_sync,
+    read_exactly_sync,
+    read_file_sync,
+)
 from tierkv_backends.nvme.format import (
     ENTRY_BYTES,
     EXTENT_FIXED,
@@ -69,7 +74,7 @@ class Meta:
     def read_sync(cls, directory: Path) -> Meta | None:
         """None where there is none that this version can read."""
         try:
-            data: Any = json.loads((directory / META_NAME).read_text())
+            data: Any = json.loads(read_file_sync(directory / META_NAME))
             if data["format"] != FORMAT_VERSION:
                 return None
             return cls(
@@ -145,7 +150,7 @@ def number_of(path: Path) -> int | None:
 
 def _snapshot_sync(directory: Path, meta: Meta) -> Snapshot | None:
     try:
-        snapshot = Snapshot.unpack((directory / SNAPSHOT_NAME).read_bytes())
+        snapshot = Snapshot.unpack(read_file_sync(directory / SNAPSHOT_NAME))
     except FileNotFoundError:
         return None
     except OSError as exc:
@@ -210,7 +215,7 @@ def _take_footer_sync(found: Found, header: SegmentHeader) -> bool:
 def _take_chain_sync(found: Found, header: SegmentHeader) -> None:
     found.link = header.root
     hashes, rows = [], []
-    fd = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_quiet_sync(found.path)
     try:
         for extent, link, entries in walk_sync(fd, header):
             some_hashes, some_rows = split_entries(entries, extent.n)
@@ -228,7 +233,7 @@ def walk_sync(fd: int, header: SegmentHeader) -> Iterator[tuple[ExtentHeader, in
     """(header, link, entries) of each extent, until the chain ends."""
     at, link, sequence = PAGE, header.root, 0
     while at + PAGE <= header.nbytes:
-        data = os.pread(fd, _FIRST_READ, at)
+        data = pread_exactly_sync(fd, _FIRST_READ, at)
         parsed = ExtentHeader.unpack_fixed(data)
         if parsed is None:
             return
@@ -239,7 +244,7 @@ def walk_sync(fd: int, header: SegmentHeader) -> Iterator[tuple[ExtentHeader, in
         if extent.sequence <= sequence or at + max(extent.nbytes, end) > header.nbytes:
             return
         if end > len(data):
-            data += os.pread(fd, end - len(data), at + len(data))
+            data += pread_exactly_sync(fd, end - len(data), at + len(data))
         entries = extent.entries_in(data, claimed)
         if entries is None or extent.nbytes % PAGE or extent.nbytes < end:
             return

@@ -196,7 +196,7 @@ def open_sync(options: Options, context: BackendContext) -> tuple[Store, Recover
     """
     check_block_bytes(options, context.block_bytes)
     with unusable(options.root):
-        options.root.mkdir(parents=True, exist_ok=True)
+        _make_root_sync(options.root)
         with root_lock_sync(options.root):
             capacity = quota.capacity_sync(options)
             directory = _directory_sync(options.root, context)
@@ -206,6 +206,17 @@ def open_sync(options: Options, context: BackendContext) -> tuple[Store, Recover
         except BaseException:
             close_fd_sync(lock_fd)
             raise
+
+
+def _make_root_sync(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as exc:
+        file = next((p for p in (root, *root.parents) if p.exists() and not p.is_dir()), root)
+        what = "" if file == root else f"{file} "
+        raise StoreUnusableError(
+            f"nvme store {root}: {what}is a file, not a directory; write a directory"
+        ) from exc
 
 
 @contextmanager

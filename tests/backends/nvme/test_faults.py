@@ -47,9 +47,9 @@ async def test_a_write_error_fails_its_keys_and_the_next_write_works(
     tmp_path: Path, opened: Opened, killed: Killed, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     """Call 1 writes the segment's header, 2 the payload, 3 the extent's header."""
-    faults = Faults(monkeypatch, "pwritev")
-    faults.at[call] = fails(errno.EIO)
     async with opened(tmp_path) as backend:
+        faults = Faults(monkeypatch, "pwritev")
+        faults.at[call] = fails(errno.EIO)
         assert set((await save(backend, BLOCKS)).values()) == {Outcome.FAILED}
         assert not (await backend.contains(Keys.of(BLOCKS))).any()
         assert set((await save(backend, BLOCKS)).values()) == {Outcome.DONE}
@@ -89,11 +89,11 @@ async def test_an_extent_whose_header_may_be_there_is_never_written_over(
 async def test_a_short_write_goes_on_where_it_stopped(
     tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = Faults(monkeypatch, "pwritev")
-    faults.at[2] = lambda fd, buffers, offset: faults.real(
-        fd, [buffers[0], buffers[1][:512]], offset
-    )
     async with opened(tmp_path) as backend:
+        faults = Faults(monkeypatch, "pwritev")
+        faults.at[2] = lambda fd, buffers, offset: faults.real(
+            fd, [buffers[0], buffers[1][:512]], offset
+        )
         assert set((await save(backend, BLOCKS)).values()) == {Outcome.DONE}
         assert await load(backend, sizes(BLOCKS)) == BLOCKS
 
@@ -101,9 +101,9 @@ async def test_a_short_write_goes_on_where_it_stopped(
 async def test_a_write_of_nothing_is_an_error_and_no_endless_loop(
     tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = Faults(monkeypatch, "pwritev")
-    faults.at[2] = lambda *arguments: 0
     async with opened(tmp_path) as backend:
+        faults = Faults(monkeypatch, "pwritev")
+        faults.at[2] = lambda *arguments: 0
         assert set((await save(backend, BLOCKS)).values()) == {Outcome.FAILED}
 
 

@@ -105,13 +105,12 @@ async def test_a_stopped_holder_of_the_books_does_not_stop_an_open_for_ever(
 
 async def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    await refused(
-        f"nvme://{tmp_path}/file?capacity=1MiB&segment=64KiB", StoreUnusableError, "File exists"
-    )
-    await refused(
-        f"nvme://{tmp_path}/file/deeper?capacity=1MiB&segment=64KiB", StoreUnusableError,
-        "Not a directory",
-    )  # fmt: skip
+    says = "file is a file, not a directory; write a directory"
+    for path in ("file", "file/deeper"):
+        url = f"nvme://{tmp_path}/{path}?capacity=1MiB&segment=64KiB"
+        await refused(
+            url, StoreUnusableError, says if "/" in path else says.replace("file is", "is")
+        )
 
 
 async def test_using_it_before_open_or_after_close_is_an_error(
