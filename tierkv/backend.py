@@ -99,7 +99,7 @@ class BackendContext:
         never meet: a backend keeps them apart by this value (all 32 bytes of it).
     namespace_text: the readable form, for people who look into a store.
     rank, data_parallel_rank: which process of an engine this is; part of where things lie.
-    block_bytes: payload bytes per block, one entry a group.
+    block_bytes: payload bytes per block, one entry a group; where a codec is at work, the most.
     retire: `await retire(keys)` before giving up published blocks to make room. Returns when the
         side that decides has stopped promising them and no load holds them; only then may the
         space be used again. It may take as long as a load; never hold a lock that a read needs.
@@ -206,6 +206,19 @@ class SupportsSharedLookup(Protocol):
 
     async def probe(self, keys: Keys) -> NDArray[np.bool_]:
         """bool[n]: which keys the store has now, asked of the store itself."""
+        ...
+
+
+@runtime_checkable
+class SupportsLengths(Protocol):
+    """Says how long its blocks are, so that they may be shorter than their group's `block_bytes`.
+
+    A tier with a codec needs it: it stores some blocks encoded, and reads those into a buffer that
+    is as long as they are.
+    """
+
+    async def lengths(self, keys: Keys) -> NDArray[np.int64]:
+        """int64[n]: payload bytes of each published block, 0 for a key that is not. From memory."""
         ...
 
 

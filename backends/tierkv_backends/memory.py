@@ -80,6 +80,10 @@ class MemoryBackend(Backend):
         """One look into the dict per key."""
         return np.fromiter((key in self._blocks for key in keys), np.bool_, len(keys))
 
+    async def lengths(self, keys: Keys) -> NDArray[np.int64]:
+        """`tierkv.backend.SupportsLengths`."""
+        return np.fromiter((len(self._blocks.get(k, (b"", b""))[1]) for k in keys), np.int64)
+
     async def delete(self, keys: Keys) -> None:
         """Forget these."""
         for key in keys:

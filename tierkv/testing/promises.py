@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 import pytest
 
 from tierkv import registry
-from tierkv.backend import Backend, Usage
+from tierkv.backend import Backend, SupportsLengths, Usage
 from tierkv.blocks import Keys, Outcome
 from tierkv.errors import StoreBusyError
 from tierkv.testing.batches import (
@@ -206,6 +206,33 @@ class AnswerPromises(ContractBase):
         async with self.opened(tmp_path) as backend:
             await save(backend, blocks)
             assert set((await load(backend, other)).values()) == {Outcome.MISSING}
+
+    async def test_blocks_may_be_shorter_than_their_group_says_and_their_lengths_are_known(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        longest = make_blocks(12, BLOCK_BYTES, groups=range(1, 6))
+        blocks = {
+            k: data[: 1 + len(data) // (2 + i)] for i, (k, data) in enumerate(longest.items())
+        }
+        absent = make_key(999)
+        expected = [*map(len, blocks.values()), 0]
+        keys = Keys.of([*blocks, absent])
+        async with self.opened(tmp_path) as backend:
+            if not isinstance(backend, SupportsLengths):
+                pytest.skip("no lengths: every block is as long as its group says")
+            assert (await backend.lengths(keys)).tolist() == [0] * 13
+            await save(backend, blocks)
+            assert (await backend.lengths(keys)).tolist() == expected
+            assert_same(await load(backend, sizes(blocks)), blocks)
+            assert set((await load(backend, sizes(longest))).values()) == {Outcome.MISSING}
+            usage = await backend.usage()
+            assert usage.payload_bytes == sum(expected)
+        async with self.opened(tmp_path) as backend:
+            assert isinstance(backend, SupportsLengths)
+            kept = expected if self.survives_reopen else [0] * 13
+            assert (await backend.lengths(keys)).tolist() == kept
+            await backend.clear()
+            assert (await backend.lengths(keys)).tolist() == [0] * 13
 
     async def test_an_empty_batch_is_fine_everywhere(self, tmp_path: pathlib.Path) -> None:
         async with self.opened(tmp_path) as backend:

@@ -408,6 +408,11 @@ class FileBackend(Backend):
         """From memory: what this owner published and did not find missing."""
         return np.fromiter((key in self._blocks for key in keys), np.bool_, len(keys))
 
+    async def lengths(self, keys: Keys) -> NDArray[np.int64]:
+        """`tierkv.backend.SupportsLengths`."""
+        none = Block(0)
+        return np.fromiter((self._blocks.get(key, none).nbytes for key in keys), np.int64)
+
     async def delete(self, keys: Keys) -> None:
         """Unlink. A file that is already gone is fine; one that cannot go keeps its quota."""
 

@@ -182,6 +182,13 @@ class Table:
             places[positions[~same]] = -1  # another key with the same fingerprint
         return places
 
+    def lengths(self, keys: Keys) -> NDArray[np.int64]:
+        """int64[n]: payload bytes of each key, 0 where it is not here."""
+        out = np.zeros(len(keys), np.int64)
+        for number, positions, rows in by_segment(self.find(keys)):
+            out[positions] = self.segments[number].rows["stored_bytes"][rows]
+        return out
+
     def publish(self, segment: Segment, hashes: bytes, rows: Rows) -> None:
         """Add blocks that are in place on media. A key that is elsewhere already moves here.
 
