@@ -6,9 +6,10 @@ backend moves it like any other, and one that was written with the codec on is r
 
 **What pays.** Of each group of a batch a sample is encoded first, as it is and with the bytes of
 2-byte types shuffled (`Codec.LZ4_SHUFFLE2`): BF16 and FP16 numbers of like size share their high
-byte, which LZ4 only sees when those bytes lie together. The shorter one is used; where neither
-saves `MIN_SAVING`, and for each block that turns out not to, the block is stored raw, straight from
-the arena. Blocks below `MIN_BYTES` always are. What to expect is in bench/codec.py.
+byte, which LZ4 only sees when those bytes lie together. Shuffling costs twice the time and has to
+save `MIN_SAVING` once more. Where neither saves that much, and for each block that turns out not
+to, the block is stored raw, straight from the arena. Blocks below `MIN_BYTES` always are. What to
+expect is in bench/codec.py.
 
 **Memory.** Encoded blocks pass through buffers outside the arena (`Bounce`). A batch takes at most
 a quarter more than its payload, so the bounds of the I/O scheduler hold for them too.
@@ -145,8 +146,10 @@ def _sample(payload: memoryview) -> bytes:
 
 
 def _best(sample: bytes) -> Codec:
-    nbytes, codec = min((len(encode_sync(c, sample)), c) for c in (Codec.LZ4, Codec.LZ4_SHUFFLE2))
-    return codec if pays(len(sample), nbytes) else Codec.RAW
+    plain, shuffled = (len(encode_sync(c, sample)) for c in (Codec.LZ4, Codec.LZ4_SHUFFLE2))
+    if pays(len(sample), shuffled) and pays(plain, shuffled):
+        return Codec.LZ4_SHUFFLE2
+    return Codec.LZ4 if pays(len(sample), plain) else Codec.RAW
 
 
 def encode_batch_sync(
