@@ -192,9 +192,9 @@ class Mover:
         """Forget all that is older than `epoch`: at once for callers, then durably.
 
         `Recovered` with no keys follows when the backend has forgotten; until then moves are
-        refused. An epoch that is not newer changes nothing.
+        refused. An epoch that is not newer changes nothing, and neither does one after `close`.
         """
-        if epoch <= self._epoch:
+        if epoch <= self._epoch or self._closing:
             return
         self._epoch = epoch
         self._ready = False

@@ -174,7 +174,8 @@ def _go_on_sync(
             while done.extents < len(run.extents):
                 _write_extent_sync(fd, run, arena, done, memoryview(page))
     except OSError as exc:
-        done.error = exc
+        # Its frames refer to `done` and the arena: a ring that would keep both until a collection.
+        done.error = exc.with_traceback(None)
 
 
 def _write_extent_sync(
