@@ -88,6 +88,7 @@ class NvmeBackend(Backend):
         self._table = Table()
         self._reads = 0
         self._space: Space | None = None
+        self._ending = asyncio.Lock()
 
     @classmethod
     def from_url(cls, url: TierURL) -> NvmeBackend:
@@ -126,7 +127,8 @@ class NvmeBackend(Backend):
         A write that hangs is waited for `CLOSE_WAIT_S`; after that there is no snapshot, and the
         directory stays locked until the process ends, since that thread may still write to it.
         """
-        await finish(self._close())
+        async with self._ending:  # who closes again waits, and takes no pool away from the first
+            await finish(self._close())
 
     async def _close(self) -> None:
         store, space = self._opened, self._space
