@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.blocks import Keys, Move, MoveKind, planned_move
-from tierkv.index import Index, Rows
+from tierkv.index import Index, Pinned, Rows, Tier
 from tierkv.layout import Layout
 from tierkv.room import Room
 
@@ -166,6 +166,26 @@ class Books:
         self.counters["skipped_blocks"] += sum(blocks_by_group)
         self.counters["skipped_tokens"] += self.tokens_of(blocks_by_group)
         self.counters["skipped_bytes"] += sum(map(operator.mul, blocks_by_group, nbytes))
+
+    def gauges(self) -> dict[str, int]:
+        """What is where now; costs one pass over the columns."""
+        index, room = self.index, self.room
+        live = index.live()
+        stored = live[index.tier[live] == Tier.RESIDENT]
+        unread = stored[index.read[stored] == 0]
+        return {
+            "pinned_blocks": int((index.pinned[live] == Pinned.RESIDENT).sum()),
+            "pinned_bytes": room.slots.capacity_bytes - room.slots.free_bytes,
+            "pinned_capacity_bytes": room.slots.capacity_bytes,
+            "evicted_pinned_blocks": sum(room.evicted_by_group),
+            "evicted_pinned_tokens": self.tokens_of(room.evicted_by_group),
+            "evicted_pinned_bytes": room.evicted_bytes,
+            "tier_blocks": len(stored),
+            "never_read_blocks": len(unread),
+            "never_read_bytes": self.payload_bytes(unread),
+            "leased_blocks": int((index.leases[live] > 0).sum()),
+            "epoch": self.epoch,
+        }
 
     def freed(self, rows: Rows) -> None:
         """Leases ended or residency went: give back rows that nothing refers to."""

@@ -59,6 +59,7 @@ class _Request:
     pending_since: float | None = None
     progress: SaveProgress = field(default_factory=SaveProgress)
     declined_at: int = -1
+    quiet_until: int = 0
     rows: Rows = field(default_factory=lambda: np.empty(0, np.int64))
     """Of the blocks that its saves have made or met. A row may have passed to another block since:
     that one then counts as used, no more."""
@@ -157,7 +158,7 @@ class Ledger:
             raise KeyError(f"{owner} holds no promise to load: it ended, or is of another cache")
         promise, books = request.promise, self._books
         plan = promise.plan
-        ids = _page_ids(plan, block_ids)
+        ids = planner.page_ids(plan, block_ids)
         request.promise = None
         move = planned_move(
             books.new_id(),
@@ -210,6 +211,7 @@ class Ledger:
         if not (request.progress.next_block or reach.tells_junctions(self.layout)):
             self._seen.add(Stock(books.index, self.layout, hashes).boundary_names())
         request.progress = plan.progress
+        request.quiet_until = planner.quiet_until(self.layout, self.policy, plan.progress)
         if len(plan.kept_rows):
             request.rows = np.append(request.rows, plan.kept_rows)
         if any(plan.skipped_blocks):
@@ -222,6 +224,18 @@ class Ledger:
             # they would be evicted first, and nothing can be read without them.
             books.touch(request.rows)
         return move
+
+    def save_is_due(self, owner: str, computed_tokens: int) -> bool:
+        """Whether `begin_save` may have anything to do. Most decode steps need not ask more."""
+        request = self._requests.get(owner)
+        return (
+            request is None
+            or computed_tokens >= request.quiet_until
+            or (
+                len(request.progress.declined) > 0
+                and request.declined_at != self._books.capacity_version
+            )
+        )
 
     def _request(self, owner: str) -> _Request:
         request = self._requests.get(owner)
@@ -253,6 +267,7 @@ class Ledger:
         for request in self._requests.values():
             self._take_back(request)
             request.progress = SaveProgress()
+            request.quiet_until = 0
             request.rows = request.rows[:0]
         self._seen.clear()
         live = books.index.live()
@@ -352,25 +367,9 @@ class Ledger:
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges, flat; the gauges cost one pass over the columns."""
-        books, index = self._books, self._books.index
-        live = index.live()
-        stored = live[index.tier[live] == Tier.RESIDENT]
-        unread = stored[index.read[stored] == 0]
-        slots = books.room.slots
-        return books.counters | {
-            "pinned_blocks": int((index.pinned[live] == Pinned.RESIDENT).sum()),
-            "pinned_bytes": slots.capacity_bytes - slots.free_bytes,
-            "pinned_capacity_bytes": slots.capacity_bytes,
-            "evicted_pinned_blocks": sum(books.room.evicted_by_group),
-            "evicted_pinned_tokens": books.tokens_of(books.room.evicted_by_group),
-            "evicted_pinned_bytes": books.room.evicted_bytes,
-            "tier_blocks": len(stored),
-            "never_read_blocks": len(unread),
-            "never_read_bytes": books.payload_bytes(unread),
-            "moves_in_flight": self.moves_in_flight,
-            "leased_blocks": int((index.leases[live] > 0).sum()),
-            "epoch": books.epoch,
-        }
+        return (
+            self._books.counters | self._books.gauges() | {"moves_in_flight": self.moves_in_flight}
+        )
 
     # Promises ---------------------------------------------------------------------------
 
@@ -447,7 +446,7 @@ class Ledger:
     def _save(self, request: _Request, plan: SavePlan, block_ids: BlockTables) -> Move | None:
         """Claim slots for as many of the wanted blocks as fit and make the move."""
         books, index, wanted = self._books, self._books.index, plan.wanted
-        ids = _page_ids(wanted, block_ids)  # first: what it refuses has changed nothing
+        ids = planner.page_ids(wanted, block_ids)  # first: what it refuses has changed nothing
         sizes = books.room.slot_table[wanted.groups]
         room = self._budget - self._flights.save_bytes
         fit = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
@@ -492,9 +491,3 @@ class Ledger:
         progress = request.progress
         request.progress = replace(progress, declined=progress.declined + blocks)
         request.declined_at = self._books.capacity_version
-
-
-def _page_ids(chosen: Chosen | HitPlan, block_ids: BlockTables) -> NDArray[np.int32]:
-    """int32[n]: the engine's ids of these blocks."""
-    pairs = zip(chosen.groups.tolist(), chosen.blocks.tolist(), strict=True)
-    return np.array([block_ids[g][b] for g, b in pairs], np.int32)

@@ -222,6 +222,39 @@ def plan_save(
     return tables.plan(candidates, progress, skipped)
 
 
+def quiet_until(layout: Layout, policy: reach.Policy, progress: SaveProgress) -> int:
+    """Computed tokens below which `plan_save` without `retry` has nothing to say.
+
+    Asked after every plan, so that most steps of most requests need not be planned at all.
+    """
+    after = progress.planned_tokens
+    if reach.has_states(layout):  # whether a state was taken is looked at wherever one can be
+        due = reach.next_boundary(layout, after)
+    else:
+        due = reach.next_kept_boundary(
+            layout,
+            policy,
+            after,
+            junctions=progress.junctions,
+            end_tokens=progress.end_tokens,
+        )
+    due -= reach.lookahead_tokens(layout)
+    waiting = progress.waiting
+    if len(waiting):
+        sizes = np.array([g.block_tokens for g in layout.groups], np.int64)
+        due = min(due, int(((waiting.blocks + 1) * sizes[waiting.groups]).min()))
+    return due
+
+
+def page_ids(chosen: Chosen | HitPlan, block_ids: BlockTables) -> NDArray[np.int32]:
+    """int32[n]: the engine's ids of these blocks."""
+    ids = np.empty(len(chosen.blocks), np.int32)
+    for group in np.unique(chosen.groups).tolist():
+        mine = chosen.groups == group
+        ids[mine] = list(map(block_ids[group].__getitem__, chosen.blocks[mine].tolist()))
+    return ids
+
+
 def _from(ranges: reach.Ranges, start: int) -> Blocks:
     """The blocks of `ranges` that are not below `start`."""
     if not len(ranges):

@@ -26,8 +26,9 @@ blocks of the group from 0.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,9 @@ class _Row(NamedTuple):
 
 
 _EVERYTHING = -1
+
+NEVER: Final = sys.maxsize
+"""More tokens than any prompt has."""
 
 
 def falls_back_to_window(layout: Layout, group: int) -> bool:
@@ -305,6 +309,33 @@ def next_boundary(layout: Layout, after_tokens: int) -> int:
     """Tokens to compute, look-ahead included, until a boundary beyond `after_tokens` is there."""
     step, ahead = layout.alignment_tokens, lookahead_tokens(layout)
     return (max(0, after_tokens - ahead) // step + 1) * step + ahead
+
+
+def next_kept_boundary(
+    layout: Layout,
+    policy: Policy,
+    after_tokens: int,
+    *,
+    junctions: Iterable[int] = (),
+    end_tokens: int,
+) -> int:
+    """As `next_boundary`, until one is there that `boundaries` of the same arguments keeps.
+
+    For layouts without recurrent states. `NEVER` where none follows.
+    """
+    step, ahead = layout.alignment_tokens, lookahead_tokens(layout)
+    first = max(0, after_tokens - ahead) // step + 1
+    if policy.kind is PolicyKind.DENSE:
+        return first * step + ahead
+    marks = [j // step for j in junctions]
+    if policy.kind is not PolicyKind.INTERVAL:
+        reachable = max(0, end_tokens - ahead) // step
+        marks += [min(reachable, max(0, end_tokens - 1) // step), reachable]
+    if policy.kind is not PolicyKind.END:
+        interval = policy.interval_tokens
+        marks.append(-(-first * step // interval) * interval // step)
+    later = [m for m in marks if m >= first]
+    return min(later) * step + ahead if later else NEVER
 
 
 def _each(row: _Row, at: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -191,10 +191,11 @@ class Stub:
     ) -> tuple[StepMetadata, Any]:
         """One engine step: `running` maps request ids to scheduled tokens and block tables."""
         running = running or {}
-        state = SimpleNamespace(get_block_ids=lambda name: running[name][1])
+        self.scheduler.bind_tables(
+            lambda name: [[SimpleNamespace(block_id=i) for i in ids] for ids in running[name][1]]
+        )
         output = SimpleNamespace(
-            num_scheduled_tokens={name: tokens for name, (tokens, _) in running.items()},
-            kv_connector_block_state=state,
+            num_scheduled_tokens={name: tokens for name, (tokens, _) in running.items()}
         )
         metadata = self.scheduler.step_metadata(output)
         self.worker.load(metadata)

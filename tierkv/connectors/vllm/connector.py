@@ -27,7 +27,7 @@ from tierkv.storage import StorageConfig
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -162,6 +162,11 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     # Scheduler ---------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Take the way to the block tables: the lists themselves, not copies of ids."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.bind_tables(lambda name: kv_cache_manager.get_blocks(name).blocks)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """The workers' sizes and what their tiers recovered, keyed by (pp_rank, tp_rank)."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, overload
 
-from tierkv.blocks import Event, Move, MoveDone, Outcome, unpack_event
+from tierkv.blocks import Event, MoveDone, Outcome, unpack_event
 from tierkv.connectors.vllm.layout import agreed_state_ratios, engine_layout
 from tierkv.connectors.vllm.options import Options
 from tierkv.connectors.vllm.stats import LedgerStats, TierKVStats
@@ -26,6 +26,7 @@ from tierkv.ledger import Ledger
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -34,6 +35,40 @@ log = logging.getLogger("tierkv")
 
 NULL_BLOCK_ID: Final = 0
 """The engine's placeholder in block tables: no page."""
+
+
+BlockLists = Callable[[str], Sequence[Sequence["KVCacheBlock"]]]
+"""Request id → the engine's own list of blocks of each group."""
+
+
+def _no_tables(request_id: str) -> Sequence[Sequence[KVCacheBlock]]:
+    raise RuntimeError("the engine has not said where its block tables are")
+
+
+class BlockIds(Sequence[int]):
+    """The ids of an engine's blocks, read where they are asked for.
+
+    A prompt of 128k tokens has thousands, and a step saves a few: copying the table costs 0.3 ms
+    a request (bench/vllm_scheduler.py).
+    """
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            return [block.block_id for block in self._blocks[at]]
+        block_id: int = self._blocks[at].block_id
+        return block_id
 
 
 @dataclass(slots=True)
@@ -69,6 +104,7 @@ class SchedulerSide:
         self._promises: dict[str, _Promise] = {}
         self._tier_tokens: dict[str, int] = {}
         self._loads: dict[int, _Load] = {}
+        self._block_lists: BlockLists = _no_tables
         self._next = StepMetadata()
         self._stats = LedgerStats()
         self._quiet_since = 0.0
@@ -81,6 +117,10 @@ class SchedulerSide:
         if self._ledger is None:
             raise RuntimeError("the workers' handshake has not come yet")
         return self._ledger
+
+    def bind_tables(self, block_lists: BlockLists) -> None:
+        """Where the engine's block tables are; asked only for requests that save something."""
+        self._block_lists = block_lists
 
     def start(self, handshakes: Mapping[int, Handshake]) -> None:
         """Take the workers' sizes and what their tiers recovered, one handshake a rank."""
@@ -168,36 +208,31 @@ class SchedulerSide:
     def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Everything that the workers are to do with this step."""
         if self._ledger is not None:
-            state = output.kv_connector_block_state
+            ledger, requests = self._ledger, self._requests
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
-                request = self._requests.get(request_id)
-                tables = state.get_block_ids(request_id) if state is not None else None
-                if request is None or tables is None or not _cacheable(request):
+                request = requests.get(request_id)
+                if request is None:
                     continue
-                move = self._save(request, tables, scheduled_tokens)
-                if move is not None:
-                    self._next.saves.append(move.pack())
+                # The workers copy after the step's forward, so its tokens count as computed.
+                # Drafted ones are not among the request's own, so they never count.
+                computed = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
+                if ledger.save_is_due(request_id, computed) and _cacheable(request):
+                    self._save(request, computed)
             self._collect_commands()
         step, self._next = self._next, StepMetadata()
         return step
 
-    def _save(
-        self, request: Request, tables: tuple[list[int], ...], scheduled_tokens: int
-    ) -> Move | None:
-        """A move for what this step completes.
-
-        The workers copy after the step's forward, so its tokens count as computed. Tokens that are
-        only drafted are not among the request's own, so they never count.
-        """
-        computed = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
-        return self.ledger.begin_save(
+    def _save(self, request: Request, computed_tokens: int) -> None:
+        move = self.ledger.begin_save(
             request.request_id,
             request.block_hashes,
-            computed_tokens=computed,
+            computed_tokens=computed_tokens,
             known_tokens=request.num_tokens,
-            block_ids=tables,
+            block_ids=[BlockIds(blocks) for blocks in self._block_lists(request.request_id)],
             null_block_id=NULL_BLOCK_ID,
         )
+        if move is not None:
+            self._next.saves.append(move.pack())
 
     def apply(self, report: WorkerEvents) -> None:
         """Take in what the workers report."""
