@@ -25,7 +25,8 @@ Moving (asyncio: on the caller's loop, or in a keeper process beside an engine):
 
     storage     the port through which deciding and moving meet; local: on the caller's own loop
     mover       runs moves (running): deadlines, cancellation; tier: proof and retirement
-    record      64 bytes beside every block that prove it
+    record      64 bytes beside every block that prove it; multilinear: a checksum for GPUs
+    codec       LZ4 where it pays, if it is asked for
     pinned      the arena of slots, in shared memory
     iosched     loads before saves, bytes in flight bounded; health: when a tier is left alone
     backend     the interface behind a storage tier; registry finds one by URL scheme
@@ -33,7 +34,7 @@ Moving (asyncio: on the caller's loop, or in a keeper process beside an engine):
 
 The doors::
 
-    device      pages to slots and back (torch); jobs: in a thread of their own
+    device      pages to slots and back (torch); device_sums: the checksum there; jobs: in a thread
     opening     `tierkv.open`; cache: lookup, save, load, flush, rotate; answers: what they return
     connectors  the same inside an engine: vLLM
     testing     the kit that every backend passes, yours too
