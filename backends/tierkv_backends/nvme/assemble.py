@@ -1,4 +1,7 @@
-"""From what lay in a directory to the table that is served: the second half of opening. Blocks."""
+"""From what lay in a directory to the table that is served, the second half of opening, and back.
+
+`assemble_sync` blocks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tierkv_backends.nvme import quota
+from tierkv_backends.nvme.format import Snapshot, SnapshotSegment
 from tierkv_backends.nvme.lock import root_lock_sync
 from tierkv_backends.nvme.recovery import Found, Recovered, number_of
 from tierkv_backends.nvme.store import Store, unusable
@@ -92,3 +96,27 @@ def _shrink_sync(store: Store, out: Assembled) -> None:
             out.table.drop(segment)
             segment.path.unlink(missing_ok=True)
             over -= segment.nbytes
+
+
+def snapshot_of(table: Table, store: Store, sequence: int) -> Snapshot:
+    """What a clean close leaves of `table` for the next open, coldest segments first."""
+    coldest_first = sorted(table.segments.values(), key=lambda s: s.touched)
+    rows = [
+        SnapshotSegment(
+            number=segment.number,
+            root=segment.root,
+            end=segment.end,
+            link=segment.link,
+            sealed=segment.state is not State.ACTIVE,
+            hashes=segment.hashes[segment.alive].tobytes(),
+            rows=segment.rows[segment.alive],
+        )
+        for segment in coldest_first
+        if segment.state is not State.SPARE and segment.live
+    ]
+    return Snapshot(
+        epoch=store.meta.epoch,
+        namespace=store.meta.namespace,
+        sequence=sequence,
+        segments=tuple(rows),
+    )

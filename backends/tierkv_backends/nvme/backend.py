@@ -27,9 +27,9 @@ from tierkv.blocks import HASH_BYTES, Keys, Outcome
 from tierkv.errors import StoreBusyError, StoreError, StoreUnusableError
 from tierkv.urls import TierURL
 from tierkv_backends.nvme import quota
-from tierkv_backends.nvme.assemble import Assembled, assemble_sync
+from tierkv_backends.nvme.assemble import Assembled, assemble_sync, snapshot_of
 from tierkv_backends.nvme.counters import Counters
-from tierkv_backends.nvme.format import Snapshot, SnapshotSegment, largest_block
+from tierkv_backends.nvme.format import largest_block
 from tierkv_backends.nvme.options import Options
 from tierkv_backends.nvme.space import Lane, Space
 from tierkv_backends.nvme.store import Store, open_sync, unusable
@@ -138,7 +138,9 @@ class NvmeBackend(Backend):
         idle = space is None or await self._is_idle(space)
         if store is not None:
             if idle and space is not None and not space.partial:
-                await self._run(store.save_snapshot_sync, self._snapshot(store, space))
+                await self._run(
+                    store.save_snapshot_sync, snapshot_of(self._table, store, space.sequence)
+                )
             await self._run(store.close_sync, idle)
         for pool in (self._pool, self._control):
             if pool is not None:
@@ -173,30 +175,6 @@ class NvmeBackend(Backend):
         if self._opened is None or self._space is None:
             raise StoreError(f"nvme store {self._options.root} is not open")
         return self._opened, self._space
-
-    def _snapshot(self, store: Store, space: Space) -> Snapshot:
-        coldest_first = sorted(self._table.segments.values(), key=lambda s: s.touched)
-        rows = []
-        for segment in coldest_first:
-            if segment.state is State.SPARE or not segment.live:
-                continue
-            rows.append(
-                SnapshotSegment(
-                    number=segment.number,
-                    root=segment.root,
-                    end=segment.end,
-                    link=segment.link,
-                    sealed=segment.state is not State.ACTIVE,
-                    hashes=segment.hashes[segment.alive].tobytes(),
-                    rows=segment.rows[segment.alive],
-                )
-            )
-        return Snapshot(
-            epoch=store.meta.epoch,
-            namespace=store.meta.namespace,
-            sequence=space.sequence,
-            segments=tuple(rows),
-        )
 
     # Writing. ----------------------------------------------------------------------------------
 
@@ -432,6 +410,11 @@ class NvmeBackend(Backend):
         """From memory."""
         self._live()
         return self._table.find(keys) >= 0
+
+    async def lengths(self, keys: Keys) -> NDArray[np.int64]:
+        """`tierkv.backend.SupportsLengths`."""
+        self._live()
+        return self._table.lengths(keys)
 
     async def delete(self, keys: Keys) -> None:
         """Forget in memory; for good at a clean close. A kill before that may bring one back."""
