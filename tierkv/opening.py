@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from tierkv.blocks import ARENA_ALIGN
 from tierkv.cache import Cache
+from tierkv.codec import parse_codec
 from tierkv.errors import ConfigError
 from tierkv.layout import Layout
 from tierkv.namespace import Namespace
@@ -29,6 +30,7 @@ def open(
     data_parallel_rank: int = 0,
     read_timeout_s: float = 10.0,
     write_timeout_s: float = 30.0,
+    codec: str = "none",
 ) -> Cache:
     """A cache over pinned RAM and one storage tier; open it with ``async with``.
 
@@ -42,6 +44,8 @@ def open(
         threads are busy.
     rank, data_parallel_rank: which process of a parallel engine this is; each has its own store.
     read_timeout_s, write_timeout_s: deadline of one load or save in the storage tier.
+    codec: ``lz4`` stores blocks compressed where that saves an eighth; ``none`` does not. Blocks
+        are read whichever they were stored with.
 
     Raises `ConfigError` in one line for what cannot be; `StoreError` comes when it is opened.
 
@@ -73,6 +77,7 @@ def open(
         data_parallel_rank=data_parallel_rank,
         read_timeout_s=read_timeout_s,
         write_timeout_s=write_timeout_s,
+        codec=parse_codec(codec, url, "codec"),
     )
     return Cache(layout, config, Policy.parse(policy), isolation=isolation)
 

@@ -26,7 +26,8 @@ class StorageConfig:
     hang_timeout_s: a keeper that answers nothing for so long is ended and started anew.
     read_bytes_in_flight, write_bytes_in_flight: bounds of the I/O scheduler.
     write_queue_bytes: saves that wait beyond this are DECLINED (throttled).
-    io_threads: size of the pool for checksums and for backends that want threads.
+    io_threads: size of the pool for checksums, for the codec, and for backends that want threads.
+    codec: how blocks are stored from now on, one of `tierkv.codec.CODECS`; all are always read.
     """
 
     url: str
@@ -43,6 +44,7 @@ class StorageConfig:
     write_bytes_in_flight: int = 128 << 20
     write_queue_bytes: int = 1 << 30
     io_threads: int = 4
+    codec: str = "none"
 
 
 class StoragePort(Protocol):

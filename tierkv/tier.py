@@ -17,9 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv import record
-from tierkv.backend import Backend, BackendContext, BlockBatch, Outcomes, finish
+from tierkv.backend import (
+    Backend,
+    BackendContext,
+    BlockBatch,
+    Outcomes,
+    SupportsLengths,
+    finish,
+)
 from tierkv.blocks import Keys, Outcome
-from tierkv.errors import StoreUnusableError
+from tierkv.codec import Coder, parse_codec
+from tierkv.errors import ConfigError, StoreUnusableError
 from tierkv.storage import StorageConfig
 
 _log = logging.getLogger(__name__)
@@ -44,6 +52,8 @@ class Tier:
         self._config = config
         self._mark = record.namespace_mark(config.namespace)
         self._pool = ThreadPoolExecutor(config.io_threads, thread_name_prefix="tierkv-sum")
+        self._codec = parse_codec(config.codec, config.url, "codec")
+        self._coder = Coder(backend, self._mark, self._start, config.io_threads, self.count)
 
     async def open(self, retire: Callable[[Keys], Awaitable[None]], *, clear: bool) -> Keys:
         """Open the backend, `clear` it if asked, and list what it holds.
@@ -60,6 +70,7 @@ class Tier:
             retire=retire,
         )
         try:
+            self._check_codec()
             await self._backend.open(context)
             if clear:
                 await self._backend.clear()
@@ -70,6 +81,13 @@ class Tier:
         except BaseException:
             await self.close()
             raise
+
+    def _check_codec(self) -> None:
+        if self._codec != "none" and not isinstance(self._backend, SupportsLengths):
+            raise ConfigError(
+                f"tier {self._config.url!r}: codec {self._codec!r} needs a backend that knows the "
+                f"lengths of its blocks, and {self.name} does not; write codec none"
+            )
 
     async def close(self) -> bool:
         """Close the backend; whether that went well."""
@@ -104,6 +122,7 @@ class Tier:
                 "tier_payload_bytes": int(usage.payload_bytes),
                 "tier_physical_bytes": int(usage.physical_bytes),
                 "tier_capacity_bytes": int(usage.capacity_bytes),
+                "tier_mode_codec": self._codec,
                 **{f"tier_mode_{k}": v for k, v in usage.modes.items()},
                 **{f"tier_{k}": int(v) for k, v in usage.counters.items()},
             }
@@ -127,6 +146,8 @@ class Tier:
         return np.full(n, Outcome.FAILED, np.uint8)
 
     async def _save(self, batch: BlockBatch) -> Outcomes:
+        if self._codec != "none":
+            return await self._coder.save(batch)
         batch.records[:] = await self._in_thread(
             record.seal_sync, batch.keys, batch.payloads(), self._mark
         )
@@ -138,10 +159,19 @@ class Tier:
         if len(read):
             good = await self._in_thread(_verify_sync, batch.take(read), self._mark)
             outcomes[read[~good]] = Outcome.CORRUPT
+        missing = np.flatnonzero(outcomes == Outcome.MISSING)
+        if len(missing):
+            outcomes[missing] = await self._load_encoded(batch.take(missing))
         bad = np.flatnonzero(outcomes == Outcome.CORRUPT)
         if len(bad):
             await self._forget_corrupt(batch.keys.take(bad))
         return outcomes
+
+    async def _load_encoded(self, batch: BlockBatch) -> Outcomes:
+        """What was not there at its full length may be there encoded, whatever the codec is now."""
+        return await self._per_block(
+            self._coder.load(batch), len(batch), f"load of {len(batch)} blocks that may be encoded"
+        )
 
     async def _forget_corrupt(self, keys: Keys) -> None:
         group, block_hash = next(iter(keys))
@@ -158,6 +188,9 @@ class Tier:
     async def _in_thread(self, func: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run `func` in the pool. If cancelled, waits until `func` has let go of its buffers."""
         return await finish(asyncio.wrap_future(self._pool.submit(func, *args, **kwargs)))
+
+    def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+        return asyncio.wrap_future(self._pool.submit(work))
 
 
 def _verify_sync(batch: BlockBatch, mark: int) -> NDArray[np.bool_]:

@@ -10,7 +10,14 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.backend import Backend, BackendContext, BlockBatch, Outcomes, Usage
+from tierkv.backend import (
+    Backend,
+    BackendContext,
+    BlockBatch,
+    Outcomes,
+    SupportsLengths,
+    Usage,
+)
 from tierkv.blocks import Keys, Outcome
 from tierkv.errors import ConfigError
 from tierkv.testing.batches import Key, make_batch
@@ -65,6 +72,12 @@ class _Wrapper(Backend):
     async def usage(self) -> Usage:
         """As `inner`."""
         return await self.inner.usage()
+
+    async def lengths(self, keys: Keys) -> NDArray[np.int64]:
+        """As `inner`; nothing where it does not know."""
+        if isinstance(self.inner, SupportsLengths):
+            return await self.inner.lengths(keys)
+        return np.zeros(len(keys), np.int64)
 
 
 class Op(enum.StrEnum):

@@ -117,6 +117,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             write_timeout_s=options.write_timeout_s,
             hang_timeout_s=options.hang_timeout_s,
             io_threads=options.io_threads,
+            codec=options.codec,
         )
         self._worker = WorkerSide(options, layout, pages, storage)
 
