@@ -1,7 +1,8 @@
-"""From a block's fingerprint to its place: open addressing in two numpy columns.
+"""From a block's fingerprint to its place: open addressing in two numpy columns, a dict in front.
 
-A dict of a million hashes takes 230 bytes a block; this takes 40 to 80, and whole batches are
-looked up without a Python object per block.
+A dict of a million hashes takes 230 bytes a block; columns take 40 to 80, and whole batches are
+looked up without a Python object per block. But columns make a dozen calls however few blocks are
+entered, so the latest few thousand wait in a dict until there are enough of them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _CHUNK: Final = 1 << 13
 _WINDOW: Final = 8
 """Slots that are looked at together: one cache line of places, and seldom a second round."""
 
+_RECENT: Final = 1 << 13
+"""Blocks in the dict: a megabyte."""
+
 _MULTIPLIERS: Final = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
 )
@@ -57,6 +61,51 @@ class PlaceMap:
     """Fingerprint to place. Two keys with one fingerprint are one to it; the later one stays."""
 
     def __init__(self) -> None:
+        self._columns = _Columns()
+        self._recent: dict[int, int] = {}  # counts before the columns
+
+    def find(self, prints: Prints) -> Places:
+        """Where each is, or -1."""
+        places = self._columns.find(prints)
+        if self._recent:
+            recent = list(map(self._recent.get, prints.tolist(), places.tolist()))
+            places = np.array(recent, np.int64)
+        return places
+
+    def reserve(self, more: int) -> None:
+        """Be ready for so many more."""
+        self._columns.reserve(more)
+
+    def put(self, prints: Prints, places: Places) -> Places:
+        """Enter distinct fingerprints; where each was before, or -1. places: distinct."""
+        before = self.find(prints)
+        if len(prints) > _RECENT:
+            self._settle()
+            self._columns.put(prints, places)
+            return before
+        self._recent.update(zip(prints.tolist(), places.tolist(), strict=True))
+        if len(self._recent) > _RECENT:
+            self._settle()
+        return before
+
+    def remove(self, prints: Prints) -> None:
+        """Forget fingerprints; unknown ones are fine."""
+        if self._recent:
+            for one in prints.tolist():
+                self._recent.pop(one, None)
+        self._columns.remove(prints)
+
+    def _settle(self) -> None:
+        n = len(self._recent)
+        prints = np.fromiter(self._recent.keys(), np.uint64, n)
+        self._columns.put(prints, np.fromiter(self._recent.values(), np.int64, n))
+        self._recent.clear()
+
+
+class _Columns:
+    """The same in numpy: good for many blocks at once."""
+
+    def __init__(self) -> None:
         self._resize(1 << 10)
 
     def find(self, prints: Prints) -> Places:
@@ -72,18 +121,17 @@ class PlaceMap:
         if self._filled + more > _FULLEST * len(self._place):
             self._rebuild(more)
 
-    def put(self, prints: Prints, places: Places) -> Places:
-        """Enter distinct fingerprints; where each was before, or -1. places: distinct."""
+    def put(self, prints: Prints, places: Places) -> None:
+        """Enter distinct fingerprints. places: distinct."""
         self.reserve(len(prints))
-        if len(prints) > _CHUNK:
-            parts = [slice(a, a + _CHUNK) for a in range(0, len(prints), _CHUNK)]
-            return np.concatenate([self.put(prints[part], places[part]) for part in parts])
+        for at in range(0, len(prints), _CHUNK):
+            self._put(prints[at : at + _CHUNK], places[at : at + _CHUNK])
+
+    def _put(self, prints: Prints, places: Places) -> None:
         slots = self._slots(prints)
-        before = np.where(slots >= 0, self._place[slots], _EMPTY)
         known = slots >= 0
         self._place[slots[known]] = places[known]
         self._insert(prints[~known], places[~known])
-        return before
 
     def remove(self, prints: Prints) -> None:
         """Forget fingerprints; unknown ones are fine."""

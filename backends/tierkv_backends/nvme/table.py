@@ -251,7 +251,12 @@ class Table:
 def by_segment(places: Places) -> Iterator[tuple[int, NDArray[np.intp], NDArray[Any]]]:
     """(segment number, positions in `places`, rows in the segment), for all that are not -1."""
     found = np.flatnonzero(places >= 0)
+    if not found.size:
+        return
     numbers = places[found] >> _ROW_BITS
+    if (numbers == numbers[0]).all():
+        yield int(numbers[0]), found, places[found] & _ROW_MASK
+        return
     order = np.argsort(numbers, kind="stable")
     found, numbers = found[order], numbers[order]
     edges = [*np.flatnonzero(np.diff(numbers, prepend=-1)).tolist(), len(found)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierkv.blocks import Keys
-from tierkv_backends.nvme import table
+from tierkv_backends.nvme import places, table
 from tierkv_backends.nvme.format import ROW_DTYPE
 from tierkv_backends.nvme.places import PlaceMap
 from tierkv_backends.nvme.table import Segment, Table
@@ -26,16 +27,21 @@ def prints_of(some: set[int]) -> NDArray[np.uint64]:
 
 
 @settings(deadline=None)
-@given(STEPS)
-def test_a_map_does_what_a_dict_does(steps: list[tuple[bool, set[int]]]) -> None:
+@given(STEPS, st.sampled_from([0, 30, 1000]))
+def test_a_map_does_what_a_dict_does(steps: list[tuple[bool, set[int]]], recent: int) -> None:
+    with mock.patch.object(places, "_RECENT", recent):
+        check_against_a_dict(steps)
+
+
+def check_against_a_dict(steps: list[tuple[bool, set[int]]]) -> None:
     ours, model, place = PlaceMap(), dict[int, int](), 0
     for put, some in steps:
         prints = prints_of(some)
         if put:
-            places = np.arange(place, place + len(prints))
-            before = ours.put(prints, places)
+            wanted = np.arange(place, place + len(prints))
+            before = ours.put(prints, wanted)
             assert before.tolist() == [model.get(p, -1) for p in sorted(some)]
-            model.update(zip(sorted(some), places.tolist(), strict=True))
+            model.update(zip(sorted(some), wanted.tolist(), strict=True))
             place += len(prints)
         else:
             ours.remove(prints)
@@ -45,7 +51,10 @@ def test_a_map_does_what_a_dict_does(steps: list[tuple[bool, set[int]]]) -> None
     assert ours.find(everything).tolist() == [model.get(p, -1) for p in everything.tolist()]
 
 
-def test_a_map_that_one_home_overflows_still_finds_everything() -> None:
+def test_a_map_that_one_home_overflows_still_finds_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "_RECENT", 100)
     ours = PlaceMap()
     prints = np.arange(500, dtype=np.uint64) << np.uint64(32)
     ours.put(prints, np.arange(500))
@@ -65,7 +74,7 @@ def test_a_map_grows_and_shrinks_with_what_lives_in_it() -> None:
         assert (ours.find(prints) >= 0).all()
         ours.remove(prints)
         assert (ours.find(prints) == -1).all()
-    assert len(ours._place) <= 1 << 15
+    assert len(ours._columns._place) <= 1 << 15
 
 
 def rows_of(keys: Keys) -> NDArray[np.void]:
