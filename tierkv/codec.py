@@ -42,8 +42,8 @@ MIN_BYTES: Final = 16 << 10
 """Smaller blocks stay raw: a slot of the bounce buffer is rounded up to a page, media to 512."""
 
 MIN_SAVING: Final = 1 / 8
-"""Of a block, in bytes. Reading it back costs a copy and 0.4 CPU seconds per GB (bench/codec.py),
-for which a few per cent of the disk are no good bargain."""
+"""Of a block, in bytes. Encoding takes 0.2 to 3 CPU seconds per GB and decoding 0.2 to 0.9
+(bench/codec.py), against 0.1 for a checksum: a few per cent of the disk are no good bargain."""
 
 SAMPLE_BYTES: Final = 32 << 10
 """Per group and batch, in `SAMPLE_PIECES`, and never more than a quarter of a block: at most 1 % of

@@ -44,8 +44,7 @@ def open(
         threads are busy.
     rank, data_parallel_rank: which process of a parallel engine this is; each has its own store.
     read_timeout_s, write_timeout_s: deadline of one load or save in the storage tier.
-    codec: ``lz4`` stores blocks compressed where that saves an eighth; ``none`` does not. Blocks
-        are read whichever they were stored with.
+    codec: ``lz4`` stores blocks compressed where that saves an eighth. A store may hold both.
 
     Raises `ConfigError` in one line for what cannot be; `StoreError` comes when it is opened.
 
@@ -61,10 +60,8 @@ def open(
         raise ConfigError(f"isolation {isolation!r}: write thread or process")
     if isolation == "process" and not url:
         raise ConfigError('isolation "process" has nothing to isolate: there is no storage tier')
-    _check_rank("rank", rank)
-    _check_rank("data_parallel_rank", data_parallel_rank)
-    _check_seconds("read_timeout_s", read_timeout_s)
-    _check_seconds("write_timeout_s", write_timeout_s)
+    _check_ranks(rank=rank, data_parallel_rank=data_parallel_rank)
+    _check_seconds(read_timeout_s=read_timeout_s, write_timeout_s=write_timeout_s)
     layout = _layout(layout)
     namespace = _namespace(namespace, layout)
     config = StorageConfig(
@@ -100,13 +97,15 @@ def _namespace(given: object, layout: Layout) -> Namespace:
     raise ConfigError(f"namespace is {given!r}; write a Namespace, or model@revision as a str")
 
 
-def _check_rank(name: str, given: object) -> None:
-    # A bool is an int to Python, and names a directory like one.
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise ConfigError(f"{name} is {given!r}; write an int, 0 or more")
+def _check_ranks(**ranks: object) -> None:
+    for name, given in ranks.items():
+        # A bool is an int to Python, and names a directory like one.
+        if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+            raise ConfigError(f"{name} is {given!r}; write an int, 0 or more")
 
 
-def _check_seconds(name: str, given: object) -> None:
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not number or not 0 < float(given) < math.inf:  # type: ignore[arg-type]  # it is a number
-        raise ConfigError(f"{name} is {given!r}; write seconds, a number above 0")
+def _check_seconds(**durations: object) -> None:
+    for name, given in durations.items():
+        number = isinstance(given, int | float) and not isinstance(given, bool)
+        if not number or not 0 < float(given) < math.inf:  # type: ignore[arg-type]  # a number
+            raise ConfigError(f"{name} is {given!r}; write seconds, a number above 0")
