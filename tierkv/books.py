@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -112,6 +113,45 @@ COUNTERS: Final = (
 they are what the blocks cover, each group counted for itself."""
 
 
+class Census:
+    """Counts what the tier holds, a slice of the index at a time.
+
+    So no scheduler step pays for a million blocks. `found` is as of the last whole pass.
+    """
+
+    SLICE: Final = 1 << 15
+    """Rows of one slice: 0.06 ms."""
+
+    def __init__(self, index: Index, payload: NDArray[np.int64]) -> None:
+        self._index, self._payload = index, payload
+        self._at = 0
+        self._sums: Counter[str] = Counter()
+        self.found = dict.fromkeys(_count(index, payload, slice(0, 0)), 0)
+
+    def advance(self) -> bool:
+        """Count the next slice. True where that ended a pass."""
+        end = self._at + self.SLICE
+        self._sums.update(_count(self._index, self._payload, slice(self._at, end)))
+        self._at = end
+        if end < len(self._index.tier):
+            return False
+        self.found = {name: self._sums[name] for name in self.found}
+        self._at, self._sums = 0, Counter()
+        return True
+
+
+def _count(index: Index, payload: NDArray[np.int64], rows: slice) -> dict[str, int]:
+    """Of these rows: blocks in the tier, and what of them was never read."""
+    stored = index.tier[rows] == Tier.RESIDENT
+    stored &= index.are_known(rows)
+    unread = np.flatnonzero(stored & (index.read[rows] == 0))
+    return {
+        "tier_blocks": int(stored.sum()),
+        "never_read_blocks": len(unread),
+        "never_read_bytes": int(payload[index.group[rows][unread]].sum()),
+    }
+
+
 class Books:
     """See the module. `epoch` counts rotations; `capacity_version` changes when room was made."""
 
@@ -128,6 +168,7 @@ class Books:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.commands: list[Command] = []
         self._payload: NDArray[np.int64] = np.array(layout.block_bytes, np.int64)
+        self.census = Census(self.index, self._payload)
         self._tick = 0
         self._last_id = 0
 
@@ -169,21 +210,30 @@ class Books:
 
     def gauges(self) -> dict[str, int]:
         """What is where now; costs one pass over the columns."""
-        index, room = self.index, self.room
+        index = self.index
         live = index.live()
-        stored = live[index.tier[live] == Tier.RESIDENT]
-        unread = stored[index.read[stored] == 0]
+        return (
+            self.quick_gauges()
+            | _count(index, self._payload, slice(None))
+            | {
+                "pinned_blocks": int((index.pinned[live] == Pinned.RESIDENT).sum()),
+                "leased_blocks": int((index.leases[live] > 0).sum()),
+            }
+        )
+
+    def glance(self) -> dict[str, int]:
+        """Counters and gauges, those of the columns as of the last census."""
+        return self.counters | self.quick_gauges() | self.census.found
+
+    def quick_gauges(self) -> dict[str, int]:
+        """Those that are known without a look at the columns."""
+        room = self.room
         return {
-            "pinned_blocks": int((index.pinned[live] == Pinned.RESIDENT).sum()),
             "pinned_bytes": room.slots.capacity_bytes - room.slots.free_bytes,
             "pinned_capacity_bytes": room.slots.capacity_bytes,
             "evicted_pinned_blocks": sum(room.evicted_by_group),
             "evicted_pinned_tokens": self.tokens_of(room.evicted_by_group),
             "evicted_pinned_bytes": room.evicted_bytes,
-            "tier_blocks": len(stored),
-            "never_read_blocks": len(unread),
-            "never_read_bytes": self.payload_bytes(unread),
-            "leased_blocks": int((index.leases[live] > 0).sum()),
             "epoch": self.epoch,
         }
 

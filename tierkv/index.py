@@ -220,6 +220,11 @@ class Index:
         """Whether the row's key still leads to it."""
         return bool(self._life[row] == _KNOWN)
 
+    def are_known(self, rows: slice) -> NDArray[np.bool_]:
+        """As `known`, for neighbors: no copy of the column."""
+        known: NDArray[np.bool_] = self._life[rows] == _KNOWN
+        return known
+
     def known(self, rows: Rows) -> NDArray[np.bool_]:
         """Which of these rows' keys still lead to them."""
         known: NDArray[np.bool_] = self._life[rows] == _KNOWN

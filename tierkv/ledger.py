@@ -33,7 +33,7 @@ from tierkv.blocks import (
     TierDown,
     planned_move,
 )
-from tierkv.books import Agree, Books, Command, Hit, Miss, Rotate, Submit
+from tierkv.books import Agree, Books, Census, Command, Hit, Miss, Rotate, Submit
 from tierkv.errors import ConfigError
 from tierkv.flights import Flights
 from tierkv.holdings import Holdings
@@ -228,14 +228,10 @@ class Ledger:
     def save_is_due(self, owner: str, computed_tokens: int) -> bool:
         """Whether `begin_save` may have anything to do. Most decode steps need not ask more."""
         request = self._requests.get(owner)
-        return (
-            request is None
-            or computed_tokens >= request.quiet_until
-            or (
-                len(request.progress.declined) > 0
-                and request.declined_at != self._books.capacity_version
-            )
-        )
+        if request is None or computed_tokens >= request.quiet_until:
+            return True
+        retry = request.declined_at != self._books.capacity_version
+        return retry and len(request.progress.declined) > 0
 
     def _request(self, owner: str) -> _Request:
         request = self._requests.get(owner)
@@ -367,9 +363,17 @@ class Ledger:
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges, flat; the gauges cost one pass over the columns."""
-        return (
-            self._books.counters | self._books.gauges() | {"moves_in_flight": self.moves_in_flight}
-        )
+        books = self._books
+        return books.counters | books.gauges() | {"moves_in_flight": self.moves_in_flight}
+
+    def glance(self) -> dict[str, int]:
+        """As `stats`, without a look at whole columns: see `tierkv.books.Census`."""
+        return self._books.glance() | {"moves_in_flight": self.moves_in_flight}
+
+    @property
+    def census(self) -> Census:
+        """Kept going by whoever calls `glance`."""
+        return self._books.census
 
     # Promises ---------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -51,14 +52,11 @@ class SlotAllocator:
 
         Where one hole takes them all they lie side by side.
         """
-        total = sum(map(slot_bytes, sizes))
+        *ends, total = accumulate(map(slot_bytes, sizes), initial=0)
         start = self.allocate(total) if total else None
-        offsets: list[int] = []
         if start is not None:
-            for n in sizes:
-                offsets.append(start)
-                start += slot_bytes(n)
-            return offsets
+            return [start + end for end in ends]
+        offsets: list[int] = []
         for n in sizes:
             offset = self.allocate(n)
             if offset is None:
