@@ -329,8 +329,12 @@ class Coder:
 
     async def _all(self, work: Sequence[Callable[[], _T]]) -> list[_T]:
         """Run all in threads, and wait for all: they work in buffers that others want back."""
-        jobs = [self._run(one) for one in work]
-        done = await finish(asyncio.gather(*jobs, return_exceptions=True))
+        jobs: list[asyncio.Future[_T]] = []
+        try:
+            for one in work:
+                jobs.append(self._run(one))
+        finally:  # also where a thread could not be started
+            done = await finish(asyncio.gather(*jobs, return_exceptions=True))
         for result in done:
             if isinstance(result, BaseException):
                 raise result
