@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -40,7 +41,7 @@ from tierkv.iosched import Admission, IOScheduler, Lane
 from tierkv.pinned import Arena
 from tierkv.running import UNSET, End, Run, refusal
 from tierkv.storage import StorageConfig
-from tierkv.tier import Tier, settled
+from tierkv.tier import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Mover:
         self._loop = asyncio.get_running_loop()
         self._health = TierHealth(self._loop.time)
         self._runs: set[Run] = set()
-        self._supervisors: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()  # set again whenever no run is left
         self._retires: dict[int, asyncio.Future[None]] = {}
         self._next_retire_id = 1
         self._rotating: asyncio.Task[None] | None = None
@@ -157,13 +158,20 @@ class Mover:
 
     async def _ended(self, timeout_s: float) -> bool:
         """Wait for runs and rotation; whether all ended in time."""
-        tasks = set(self._supervisors)
-        if self._rotating is not None:
-            tasks.add(self._rotating)
-        if not tasks:
-            return True
-        _, pending = await asyncio.wait(tasks, timeout=timeout_s)
-        return not pending
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._drained()
+                if self._rotating is not None:
+                    await asyncio.wait({self._rotating})
+        except TimeoutError:
+            return False
+        return True
+
+    async def _drained(self) -> None:
+        """Wait until no run is left."""
+        while self._runs:
+            self._idle.clear()
+            await self._idle.wait()
 
     # What the port asks. ----------------------------------------------------------------------
 
@@ -262,46 +270,48 @@ class Mover:
             else self._config.write_timeout_s
         )
         run.restart_timer(End.QUEUE)
-        if run.move.kind is MoveKind.DELETE:
-            run.tasks = {self._loop.create_task(self._delete(run))}
-        else:
-            run.tasks = {
-                self._loop.create_task(self._batch(run, rows, deletes)) for rows in self._split(run)
-            }
         self._runs.add(run)
-        supervisor = self._loop.create_task(self._supervise(run), name=f"tierkv-move-{run.move.id}")
-        self._supervisors.add(supervisor)
-        supervisor.add_done_callback(self._supervisors.discard)
+        work = (
+            [self._delete(run)]
+            if run.move.kind is MoveKind.DELETE
+            else [self._batch(run, rows, deletes) for rows in self._split(run)]
+        )
+        run.tasks = {self._loop.create_task(batch) for batch in work}
+        run.left = len(run.tasks)
+        for task in run.tasks:
+            task.add_done_callback(partial(self._task_ended, run))
+        run.ended.add_done_callback(partial(self._cut_short, run))
 
     def _split(self, run: Run) -> list[NDArray[np.intp]]:
         ends = np.cumsum(self._block_bytes[run.move.keys.groups[run.mine]])
+        if ends[-1] <= BATCH_BYTES:
+            return [run.mine]
         cuts = np.flatnonzero(np.diff((ends - 1) // BATCH_BYTES)) + 1
         return np.split(run.mine, cuts)
 
-    async def _supervise(self, run: Run) -> None:
-        """See a run to its end: one `MoveDone`, and `MoveReleased` where that comes later."""
-        everything = self._loop.create_task(settled(set(run.tasks)))
-        waiting: set[asyncio.Future[Any]] = {everything, run.ended}
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        run.stop_timer()
-        if everything.done():
-            self._note_bugs(run)
-            self._answer(run, End.NORMAL)
-        else:
-            run.cancel()
-            self._answer(run, run.ended.result())
-            await everything
-            self._note_bugs(run)
-            if run.answered:
-                self._emit(MoveReleased(run.move.id))
-        self._runs.discard(run)
+    # Every run ends with one `MoveDone`, and with `MoveReleased` where that comes later.
 
-    def _note_bugs(self, run: Run) -> None:
+    def _task_ended(self, run: Run, task: asyncio.Task[None]) -> None:
         """Blocks of a task that failed outside the backend have no outcome and end FAILED."""
-        for task in run.tasks:
-            if not task.cancelled() and (exc := task.exception()) is not None:
-                self._count["unforeseen_errors"] += 1
-                _log.error("tier %s: move %d: %r", self.tier, run.move.id, exc, exc_info=exc)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            self._count["unforeseen_errors"] += 1
+            _log.error("tier %s: move %d: %r", self.tier, run.move.id, exc, exc_info=exc)
+        run.left -= 1
+        if run.left:
+            return
+        run.stop_timer()
+        if not run.told:
+            self._answer(run, End.NORMAL)
+        elif run.answered:
+            self._emit(MoveReleased(run.move.id))
+        self._runs.discard(run)
+        if not self._runs:
+            self._idle.set()
+
+    def _cut_short(self, run: Run, ended: asyncio.Future[End]) -> None:
+        if run.left:
+            run.cancel()
+            self._answer(run, ended.result())
 
     def _answer(self, run: Run, end: End) -> None:
         move = run.move
@@ -322,6 +332,7 @@ class Mover:
         outcomes[outcomes == UNSET] = refusal(move.kind, end)
         self._judge(run, outcomes, end)
         self._tally(run, outcomes)
+        run.told = True
         run.answered = run.busy > 0
         self._emit(MoveDone(move.id, outcomes, released=not run.answered))
 
@@ -408,8 +419,7 @@ class Mover:
         if previous is not None:
             await asyncio.wait({previous})
         # A late write of old bytes must never follow the clear, so even hung calls are waited for.
-        while self._supervisors:
-            await asyncio.wait(set(self._supervisors))
+        await self._drained()
         wait_s = CLEAR_RETRY_S
         while epoch == self._epoch and self._tier is not None and not await self._tier.clear():
             await asyncio.sleep(wait_s)

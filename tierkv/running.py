@@ -54,7 +54,8 @@ class Run:
     ended: set to the reason when the run must end before its tasks do.
     mine: the rows that the tier has to answer.
     busy: how many batches may touch the move's slots right now.
-    answered: `MoveDone` was sent while slots were still in use.
+    left: tasks that have not ended.
+    told: `MoveDone` was sent. answered: and slots were still in use then.
     timeout_s: bound of the wait for the first turn, and again of the work from then on.
     probe: whether the tier's health hangs on this move.
     started: whether the backend was asked for anything.
@@ -67,6 +68,8 @@ class Run:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     grants: set[Grant] = field(default_factory=set)
     busy: int = 0
+    left: int = 0
+    told: bool = False
     answered: bool = False
     timeout_s: float = 0.0
     probe: bool = False

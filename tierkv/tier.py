@@ -24,6 +24,7 @@ from tierkv.backend import (
     Outcomes,
     SupportsLengths,
     finish,
+    in_thread,
 )
 from tierkv.blocks import Keys, Outcome
 from tierkv.codec import Coder, parse_codec
@@ -187,20 +188,11 @@ class Tier:
 
     async def _in_thread(self, func: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run `func` in the pool. If cancelled, waits until `func` has let go of its buffers."""
-        return await finish(asyncio.wrap_future(self._pool.submit(func, *args, **kwargs)))
+        return await finish(in_thread(self._pool, func, *args, **kwargs))
 
     def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
-        return asyncio.wrap_future(self._pool.submit(work))
+        return in_thread(self._pool, work)
 
 
 def _verify_sync(batch: BlockBatch, mark: int) -> NDArray[np.bool_]:
     return record.verify_sync(batch.keys, batch.records, batch.payloads(), mark)
-
-
-async def settled(futures: set[Any]) -> None:
-    """Wait until all have ended, however they end and however often the waiter is cancelled."""
-    while pending := {f for f in futures if not f.done()}:
-        try:
-            await asyncio.wait(pending)
-        except asyncio.CancelledError:
-            continue  # the caller raises its own once nothing touches its buffers

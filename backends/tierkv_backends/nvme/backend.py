@@ -22,6 +22,7 @@ from tierkv.backend import (
     Usage,
     Verification,
     finish,
+    in_thread,
 )
 from tierkv.blocks import HASH_BYTES, Keys, Outcome
 from tierkv.errors import StoreBusyError, StoreError, StoreUnusableError
@@ -169,7 +170,7 @@ class NvmeBackend(Backend):
     ) -> asyncio.Future[_T]:
         if pool is None:
             raise StoreError(f"nvme store {self._options.root} is closed")
-        return asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+        return in_thread(pool, function, *arguments)
 
     def _live(self) -> tuple[Store, Space]:
         if self._opened is None or self._space is None:
