@@ -10,7 +10,8 @@ What an acknowledgement means:
 ========== ==================================================================================
 
 Everything belongs to the loop on which the cache was opened. Nothing here blocks it: copies
-between pages and arena run in a thread of the cache's own, I/O in the storage half.
+between pages and arena run in a thread of the cache's own, or, for pages on a GPU, on streams of
+its own, behind what your current stream holds when you call; I/O runs in the storage half.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tierkv.blocks import (
     Outcome,
     Recovered,
 )
-from tierkv.device import Pages, arena_tensor
+from tierkv.device import Pages
 from tierkv.errors import CacheClosedError, DeadlineError
 from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
 from tierkv.jobs import BlockIds, Job, Jobs, Prompt, block_tables, create_arena, prompt_chain
@@ -122,7 +123,7 @@ class Cache:
             arena.close()
             raise
         self._arena = arena
-        self._jobs = Jobs(arena_tensor(arena.view))
+        self._jobs = Jobs(arena, self._config.block_bytes)
         self._port.on_event(self._on_event)
         self._pump()
 
@@ -236,10 +237,10 @@ class Cache:
             raise ValueError("this lookup was a miss: there is nothing to load")
         self._open_port()
         compiled = self._compiled(pages)
+        job = self._jobs.job(compiled)
         move = self._ledger.begin_load(hit.owner, block_tables(self.layout, blocks, hit.blocks))
         hit.release()  # the move has leases of its own
-        job = Job()
-        return await self._jobs.run(job, self._load(job, hit, move, compiled))
+        return await self._jobs.run(job, self._load(job, hit, move))
 
     async def save(
         self,
@@ -271,8 +272,8 @@ class Cache:
         computed = hashes.tokens if computed_tokens is None else computed_tokens
         if not 0 <= computed <= hashes.tokens:
             raise ValueError(f"computed_tokens is {computed}; the prompt has {hashes.tokens}")
-        job = Job()
-        return await self._jobs.run(job, self._save(job, hashes, compiled, tables, computed))
+        job = self._jobs.job(compiled)
+        return await self._jobs.run(job, self._save(job, hashes, tables, computed))
 
     async def flush(self, *, deadline_s: float = 30.0) -> Flushed:
         """Wait until what was saved before is readable after SIGKILL.
@@ -327,11 +328,12 @@ class Cache:
         8
         """
         storage = self._open_port().stats()
-        return {**self._ledger.stats(), **{f"storage_{k}": v for k, v in storage.items()}}
+        ours = self._ledger.stats() | self._jobs.stats()
+        return {**ours, **{f"storage_{k}": v for k, v in storage.items()}}
 
     # Saves and loads, in tasks of their own -----------------------------------------------
 
-    async def _load(self, job: Job, hit: PrefixHit, move: Move, pages: Pages) -> Loaded:
+    async def _load(self, job: Job, hit: PrefixHit, move: Move) -> Loaded:
         outcomes = np.zeros(len(move), np.uint8)
         released = True
         if move.from_tier.any():
@@ -343,9 +345,7 @@ class Cache:
         if move.epoch != self._ledger.epoch:
             outcomes[:] = Outcome.MISSING
         try:
-            await self._jobs.copy(
-                job, pages.scatter, move, np.flatnonzero(outcomes == Outcome.DONE)
-            )
+            await self._jobs.copy(job, job.load, move, np.flatnonzero(outcomes == Outcome.DONE))
         finally:
             # Not before: until the copy is over the slots stay leased.
             self._loads.pop(move.id, None)
@@ -360,7 +360,6 @@ class Cache:
         self,
         job: Job,
         hashes: HashChain,
-        pages: Pages,
         tables: list[list[int | None]],
         computed: int,
     ) -> Saved:
@@ -380,7 +379,7 @@ class Cache:
                 )
                 skipped += count["skipped_blocks"] - skipped_before
                 if move is not None:
-                    await self._gather(job, move, pages)
+                    await self._gather(job, move)
                     self._submit(move)
                     blocks += len(move)
                     nbytes += int(np.array(self.layout.block_bytes)[move.keys.groups].sum())
@@ -392,10 +391,10 @@ class Cache:
             self._let_go(owner)
         return Saved(blocks, nbytes, declined, skipped)
 
-    async def _gather(self, job: Job, move: Move, pages: Pages) -> None:
+    async def _gather(self, job: Job, move: Move) -> None:
         copied = False
         try:
-            copied = await self._jobs.copy(job, pages.gather, move, np.arange(len(move)))
+            copied = await self._jobs.copy(job, job.save, move, np.arange(len(move)))
         finally:
             if copied:
                 self._ledger.apply(0, Copied(move.id))

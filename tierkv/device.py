@@ -1,19 +1,23 @@
-"""Pages ↔ slots: copies batches of blocks between an engine's tensors and the arena.
+"""Pages ↔ slots: copies batches of blocks between an engine's tensors and one contiguous extent.
 
 At construction the pages of every group are compiled into the fewest **byte runs** per block:
-stretches of bytes that lie next to each other in every block. A batch is then one indexed copy
-per (group, run), whatever the number of blocks. Padding between runs is never read or written.
+stretches of bytes that lie next to each other in every block. Runs of one allocation that are
+equally long and equally far apart, such as the layers of an engine, form a **comb**. A batch is
+then one indexed copy per (group, comb), whatever the number of blocks and layers. Padding between
+runs is never read or written.
 
 The order of a group's bytes in its slot is the order of their addresses: first by allocation (in
 the order the tensors were given), then by address. `Pages.signature` says it in words, so that
 a namespace can cover it.
 
-Tensors may live on any device; the arena is host memory. On a CPU no copy outlives the call. On
-an accelerator the copies are those of the current stream, and the call waits for them.
+Tensors may live on any device. `pack` and `unpack` copy between pages and an extent on the same
+device, on the current stream, and wait for nothing: `tierkv.copier` puts them in order. `gather`
+and `scatter` copy between pages and an arena in host memory, and have copied when they return.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +27,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierkv.blocks import ARENA_ALIGN
+from tierkv.blocks import ARENA_ALIGN, slot_bytes
 from tierkv.errors import LayoutError
 from tierkv.layout import Layout
 
-STAGING_BYTES: Final = 16 << 20
-"""Blocks are staged in batches of about this many bytes, so that a large move does not double its
-size in host memory. 4 to 64 MiB measured the same; it only has to hold many small blocks."""
+STAGING_BYTES: Final = 512 << 10
+"""Blocks that go through staging in host memory go in batches of about this many bytes: they stay
+in a core's cache between their two copies (bench/device.py)."""
+
+SHORT_RUN_BYTES: Final = 32 << 10
+"""Slots that lie alone are copied one by one, in some 6 µs each, where they are longer than this
+(bench/device.py); shorter ones go through staging, in one indexed copy."""
 
 _WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 # Bytes per word of an indexed copy. torch copies row by row in elements: 1.8 GB/s with bytes,
@@ -42,6 +50,62 @@ def arena_tensor(arena: memoryview) -> torch.Tensor:
     The tensor keeps the memoryview alive: drop it before closing what the view belongs to.
     """
     return torch.from_numpy(np.frombuffer(arena, np.uint8))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Blocks of one group that fit into one staging buffer, in the order of their slots.
+
+    In staging, block i lies at `i * slot`, so that neighbors in the arena are neighbors there.
+
+    group: index in the layout. slot, payload: bytes per block with and without what its slot is
+    rounded up by. block_ids: int64[n]. offsets: int64[n], ascending.
+    """
+
+    group: int
+    slot: int
+    payload: int
+    block_ids: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of staging."""
+        return len(self) * self.slot
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the blocks themselves."""
+        return len(self) * self.payload
+
+    def take(self, first: int, end: int) -> Part:
+        """Blocks [first, end)."""
+        ids, at = self.block_ids[first:end], self.offsets[first:end]
+        return Part(self.group, self.slot, self.payload, ids, at)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """[first, end) of blocks whose slots lie side by side."""
+        bounds = np.flatnonzero(np.diff(self.offsets) != self.slot) + 1
+        return list(zip([0, *bounds.tolist()], [*bounds.tolist(), len(self)], strict=True))
+
+    def extents(self, cuts: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+        """The fewest (offset in staging, offset in the arena, bytes), none across a cut.
+
+        cuts: int64, ascending. The last block of an extent is without what its slot is rounded
+        up by.
+        """
+        found = []
+        for first, end in self.runs():
+            start = int(self.offsets[first])
+            stop = start + (end - first - 1) * self.slot + self.payload
+            inside = cuts[np.searchsorted(cuts, start, "right") : np.searchsorted(cuts, stop)]
+            edges = [start, *inside.tolist(), stop]
+            shift = first * self.slot - start
+            found += [(a + shift, a, b - a) for a, b in itertools.pairwise(edges)]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,56 +128,102 @@ class _Run:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Comb:
+    """Runs of one allocation that are equally long and equally far apart, as one view.
+
+    view: word[blocks, teeth, words], or word[blocks, words] where there is one tooth. A third
+    dimension makes a CPU's indexed copy several times slower, so it is there only if needed.
+    first: of its words in the slot.
+    """
+
+    view: torch.Tensor
+    first: int
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The comb's words in rows of slots: word[n, words per slot] → like `view`, a view."""
+        shape = (len(rows), *self.view.shape[1:])
+        strides = (rows.stride(0), self.view.shape[-1], 1)
+        at = rows.storage_offset() + self.first
+        return rows.as_strided(shape, strides if len(shape) == 3 else (strides[0], 1), at)
+
+
 class _GroupPages:
     """The compiled pages of one group."""
 
-    __slots__ = ("block_bytes", "blocks", "device", "views", "word", "word_bytes")
+    __slots__ = ("block_bytes", "blocks", "combs", "device", "runs", "slot", "word", "word_bytes")
 
     def __init__(self, runs: Sequence[_Run], device: torch.device) -> None:
         self.device = device
+        self.runs = len(runs)
         self.block_bytes = sum(r.nbytes for r in runs)
+        self.slot = slot_bytes(self.block_bytes)
         self.blocks = min(r.blocks for r in runs)
         parts = [n for r in runs for n in (r.start, r.stride, r.nbytes)]
         divisor = math.gcd(*parts, 8)
         self.word_bytes, self.word = next(w for w in _WORDS if w[0] == divisor)
-        self.views: list[tuple[torch.Tensor, slice]] = []
+        self.combs: list[_Comb] = []
         first = 0
-        for run in runs:
-            words = run.nbytes // self.word_bytes
-            view = torch.empty(0, dtype=self.word, device=device).set_(
-                run.storage,
-                run.start // self.word_bytes,
-                (run.blocks, words),
-                (run.stride // self.word_bytes, 1),
-            )
-            self.views.append((view, slice(first, first + words)))
-            first += words
+        while runs:
+            teeth = _teeth(runs)
+            self.combs.append(self._comb(runs[:teeth], first))
+            first += teeth * runs[0].nbytes // self.word_bytes
+            runs = runs[teeth:]
 
-    def collect(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """word[n, words per block]: the bytes of these blocks in slot order, on the host."""
-        shape = (len(block_ids), self.block_bytes // self.word_bytes)
-        staged = torch.empty(shape, dtype=self.word, device=self.device)
-        ids = block_ids.to(self.device)
-        for view, columns in self.views:
-            staged[:, columns] = torch.index_select(view, 0, ids)
-        return staged.cpu()
+    def _comb(self, runs: Sequence[_Run], first: int) -> _Comb:
+        words = [n // self.word_bytes for n in (runs[0].start, runs[0].stride, runs[0].nbytes)]
+        shape, strides = [runs[0].blocks, words[2]], [words[1], 1]
+        if len(runs) > 1:
+            shape.insert(1, len(runs))
+            strides.insert(1, (runs[1].start - runs[0].start) // self.word_bytes)
+        view = torch.empty(0, dtype=self.word, device=self.device)
+        view.set_(runs[0].storage, words[0], tuple(shape), tuple(strides))
+        return _Comb(view, first)
 
-    def spread(self, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+    def rows(self, extent: torch.Tensor, stride: int, count: int) -> torch.Tensor:
+        """word[count, words per block] over uint8 memory, `stride` bytes apart."""
+        typed = extent[: extent.numel() // self.word_bytes * self.word_bytes].view(self.word)
+        shape = (count, self.block_bytes // self.word_bytes)
+        return typed.as_strided(shape, (stride // self.word_bytes, 1), typed.storage_offset())
+
+    def collect(self, block_ids: NDArray[np.int64], rows: torch.Tensor) -> None:
+        """Fill rows with these blocks' bytes in slot order."""
+        ids = self._upload(block_ids)
+        for comb in self.combs:
+            torch.index_select(comb.view, 0, ids, out=comb.of(rows))
+
+    def spread(self, block_ids: NDArray[np.int64], rows: torch.Tensor) -> None:
         """Write rows of slot bytes into the pages of these blocks."""
-        ids, there = block_ids.to(self.device), staged.to(self.device)
-        for view, columns in self.views:
-            view.index_copy_(0, ids, there[:, columns])
+        ids = self._upload(block_ids)
+        for comb in self.combs:
+            comb.view.index_copy_(0, ids, comb.of(rows))
 
-    def windows(self, arena: torch.Tensor) -> NDArray[Any]:
+    def _upload(self, block_ids: NDArray[np.int64]) -> torch.Tensor:
+        ids = torch.from_numpy(block_ids)
+        if self.device.type == "cpu":
+            return ids
+        # Pinned, or the copy would wait for the host; torch keeps the memory until it has ended.
+        return ids.pin_memory().to(self.device, non_blocking=True)
+
+    def windows(self, arena: torch.Tensor) -> torch.Tensor:
         """word[starts, words per block] over the arena: one (overlapping) row per legal offset."""
         starts = (arena.numel() - self.block_bytes) // ARENA_ALIGN + 1
-        words = arena.numpy()[: arena.numel() // self.word_bytes * self.word_bytes]
-        typed = words.view(np.dtype(f"i{self.word_bytes}" if self.word_bytes > 1 else "u1"))
-        return np.lib.stride_tricks.as_strided(
-            typed,
-            (max(starts, 0), self.block_bytes // self.word_bytes),
-            (ARENA_ALIGN, self.word_bytes),
+        return self.rows(arena, ARENA_ALIGN, max(starts, 0))
+
+
+def _teeth(runs: Sequence[_Run]) -> int:
+    """How many runs from the front are one comb."""
+    first, teeth = runs[0], 1
+    for run in runs[1:]:
+        same = (
+            run.storage is first.storage
+            and (run.stride, run.nbytes, run.blocks) == (first.stride, first.nbytes, first.blocks)
+            and run.start - first.start == teeth * (runs[1].start - first.start)
         )
+        if not same:
+            break
+        teeth += 1
+    return teeth
 
 
 class Pages:
@@ -149,6 +259,11 @@ class Pages:
                     f"but the layout says block_bytes {group.block_bytes}"
                 )
             self._groups[index] = pages
+            if pages.device != self._groups[min(self._groups)].device:
+                raise LayoutError(
+                    f"group {group.name!r}: its tensors are on {pages.device}, those before on "
+                    f"{self._groups[min(self._groups)].device}; all must be on one device"
+                )
             self._signature[group.name] = [_order(t) for t in given]
 
     @property
@@ -162,7 +277,67 @@ class Pages:
     @property
     def runs(self) -> tuple[int, ...]:
         """Byte runs per block, one entry a group that has tensors."""
-        return tuple(len(g.views) for g in self._groups.values())
+        return tuple(g.runs for g in self._groups.values())
+
+    @property
+    def launches(self) -> tuple[int, ...]:
+        """Indexed copies per batch, one entry a group that has tensors."""
+        return tuple(len(g.combs) for g in self._groups.values())
+
+    @property
+    def largest_slot(self) -> int:
+        """Bytes of the largest group's slot."""
+        return max((g.slot for g in self._groups.values()), default=0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are, all of them."""
+        return next((g.device for g in self._groups.values()), torch.device("cpu"))
+
+    def parts(
+        self,
+        groups: NDArray[np.uint16],
+        block_ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        arena_bytes: int,
+        staging_bytes: int = 0,
+    ) -> list[Part]:
+        """The batch by group, checked, in parts of at most `staging_bytes`, or of one block.
+
+        groups: uint16[n]; block_ids: int32[n]; offsets: int64[n] bytes into an arena of
+        `arena_bytes`, multiples of `ARENA_ALIGN`, no slot twice; staging_bytes: 0 for no bound.
+        `ValueError` for a group without pages and for a block id or an offset out of range.
+        """
+        found = []
+        for index in np.unique(groups).tolist():
+            pages = self._groups.get(index)
+            if pages is None:
+                raise ValueError(f"group {index} has no pages here")
+            rows = np.flatnonzero(groups == index)
+            rows = rows[np.argsort(offsets[rows], kind="stable")]
+            ids, at = block_ids[rows].astype(np.int64), offsets[rows]
+            _check(pages, ids, at, arena_bytes)
+            step = max(1, staging_bytes // pages.slot) if staging_bytes else len(rows)
+            whole = Part(index, pages.slot, pages.block_bytes, ids, at)
+            found += [whole.take(n, n + step) for n in range(0, len(rows), step)]
+        return found
+
+    def pack(self, part: Part, extent: torch.Tensor) -> None:
+        """Copy the pages of a part's blocks into `extent`, block i at byte `i * part.slot`.
+
+        extent: uint8[>= part.nbytes], contiguous, aligned to 8 bytes, on the pages' device. Bytes
+        between the blocks stay as they are. Runs on the current stream and does not wait for it.
+        """
+        pages = self._groups[part.group]
+        pages.collect(part.block_ids, pages.rows(extent, part.slot, len(part)))
+
+    def unpack(self, part: Part, extent: torch.Tensor) -> None:
+        """Copy `extent` into the pages of a part's blocks; the reverse of `pack`.
+
+        No block id twice. Bytes of the pages that belong to no tensor of the group stay.
+        """
+        pages = self._groups[part.group]
+        pages.spread(part.block_ids, pages.rows(extent, part.slot, len(part)))
 
     def gather(
         self,
@@ -173,15 +348,19 @@ class Pages:
     ) -> None:
         """Copy the pages of n blocks into their slots.
 
-        groups: uint16[n]; block_ids: int32[n]; offsets: int64[n] bytes into `arena`, multiples of
-        `ARENA_ALIGN`, no slot twice; arena: uint8, contiguous, host. Returns when the bytes are in
-        the arena. `ValueError` for a block id or offset that is out of range: nothing of that
-        group is copied then.
+        Arguments as for `parts`; arena: uint8, contiguous, host. Returns when the bytes are in
+        the arena; those between the blocks stay as they are. `ValueError`: nothing was copied.
         """
-        for pages, rows in self._parts(groups, block_ids, arena, offsets):
-            windows = pages.windows(arena)
-            staged = pages.collect(torch.from_numpy(block_ids[rows].astype(np.int64)))
-            windows[offsets[rows] // ARENA_ALIGN] = staged.numpy()
+        for part, pages, inside in self._in_host(groups, block_ids, arena, offsets):
+            if inside:
+                rows = pages.rows(arena[int(part.offsets[0]) :], part.slot, len(part))
+                pages.collect(part.block_ids, rows)
+            else:
+                shape = (len(part), pages.block_bytes // pages.word_bytes)
+                staged = torch.empty(shape, dtype=pages.word, device=pages.device)
+                pages.collect(part.block_ids, staged)
+                # Not index_put_: it checks the windows for overlap, which these do.
+                pages.windows(arena).numpy()[part.offsets // ARENA_ALIGN] = staged.cpu().numpy()
 
     def scatter(
         self,
@@ -195,32 +374,35 @@ class Pages:
         Same arguments and errors; no block id of a group twice. Bytes of the pages that belong to
         no tensor of the group stay as they are.
         """
-        for pages, rows in self._parts(groups, block_ids, arena, offsets):
-            windows = torch.from_numpy(pages.windows(arena))
-            staged = torch.index_select(windows, 0, torch.from_numpy(offsets[rows] // ARENA_ALIGN))
-            pages.spread(torch.from_numpy(block_ids[rows].astype(np.int64)), staged)
+        for part, pages, inside in self._in_host(groups, block_ids, arena, offsets):
+            if inside:
+                rows = pages.rows(arena[int(part.offsets[0]) :], part.slot, len(part))
+            else:
+                at = torch.from_numpy(part.offsets // ARENA_ALIGN)
+                rows = torch.index_select(pages.windows(arena), 0, at).to(pages.device)
+            pages.spread(part.block_ids, rows)
 
-    def _parts(
+    def _in_host(
         self,
         groups: NDArray[np.uint16],
         block_ids: NDArray[np.int32],
         arena: torch.Tensor,
         offsets: NDArray[np.int64],
-    ) -> Iterator[tuple[_GroupPages, NDArray[np.intp]]]:
-        """The rows of the batch by group, checked, in staging-sized parts."""
-        for index in np.unique(groups).tolist():
-            pages = self._groups.get(index)
-            if pages is None:
-                raise ValueError(f"group {index} has no pages here")
-            rows = np.flatnonzero(groups == index)
-            _check(pages, block_ids[rows], offsets[rows], arena.numel())
-            step = max(1, STAGING_BYTES // pages.block_bytes)
-            for first in range(0, len(rows), step):
-                yield pages, rows[first : first + step]
+    ) -> Iterator[tuple[Part, _GroupPages, bool]]:
+        """Parts for host memory; with True where one can be copied in place, as rows of slots."""
+        for whole in self.parts(groups, block_ids, offsets, arena.numel()):
+            pages, runs = self._groups[whole.group], whole.runs()
+            if pages.device.type == "cpu" and whole.payload_bytes >= SHORT_RUN_BYTES * len(runs):
+                for first, end in runs:
+                    yield whole.take(first, end), pages, True
+            else:
+                step = max(1, STAGING_BYTES // whole.slot)
+                for first in range(0, len(whole), step):
+                    yield whole.take(first, first + step), pages, False
 
 
 def _check(
-    pages: _GroupPages, block_ids: NDArray[np.int32], offsets: NDArray[np.int64], arena_bytes: int
+    pages: _GroupPages, block_ids: NDArray[np.int64], offsets: NDArray[np.int64], arena_bytes: int
 ) -> None:
     """Refuse what would read or write outside the pages or the arena."""
     low, high = int(block_ids.min()), int(block_ids.max())

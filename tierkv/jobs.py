@@ -18,10 +18,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierkv.blocks import Move
+from tierkv.blocks import Move, MoveKind
+from tierkv.completions import Completions
+from tierkv.copier import Copier, Copy
+from tierkv.device import Pages
 from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
+from tierkv.host import HostArena
 from tierkv.layout import Layout
 from tierkv.pinned import Arena
+from tierkv.streams import Device, Mark, Queue, device_for
 
 _T = TypeVar("_T")
 
@@ -32,28 +37,74 @@ i, or None where there is none. A table may be shorter than the prompt."""
 Prompt = TokenIds | HashChain
 """Token ids of a prompt, or their chain where it was made before (`Cache.chain`)."""
 
-PageCopy = Callable[[NDArray[np.uint16], NDArray[np.int32], torch.Tensor, NDArray[np.int64]], None]
-"""`Pages.gather` or `Pages.scatter`."""
+PageCopy = Callable[[Copier, NDArray[np.uint16], NDArray[np.int32], NDArray[np.int64]], Copy]
+"""Launches a copy of these rows: `Copier.save` or `Copier.load`, with the job's pages and mark."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One save or load. `abandoned`: its caller has gone."""
+    """One save or load.
 
+    pages: the caller's. after: behind what the caller had launched on them when it asked.
+    abandoned: its caller has gone.
+    """
+
+    pages: Pages
+    after: Mark
     abandoned: bool = False
-    copying: asyncio.Future[None] | None = None
+    copying: asyncio.Future[bool] | None = None
+
+    def save(
+        self,
+        copier: Copier,
+        groups: NDArray[np.uint16],
+        block_ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+    ) -> Copy:
+        """A `PageCopy`."""
+        return copier.save(self.pages, groups, block_ids, offsets, after=self.after)
+
+    def load(
+        self,
+        copier: Copier,
+        groups: NDArray[np.uint16],
+        block_ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+    ) -> Copy:
+        """A `PageCopy`."""
+        return copier.load(self.pages, groups, block_ids, offsets, after=self.after)
 
 
 class Jobs:
-    """Runs jobs on the running loop, and their copies, one at a time, in a thread of its own.
+    """Runs jobs on the running loop, and launches their copies in a thread of its own.
 
-    memory: uint8, the whole arena.
+    On a CPU launching is copying. On a GPU the copies run on, several at a time, and a second
+    thread for each direction waits for their ends.
+
+    arena: its memory. block_bytes: of each group.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory
+    def __init__(self, arena: Arena, block_bytes: Sequence[int]) -> None:
+        self._arena = HostArena(arena, block_bytes)
+        self._devices: dict[torch.device, Device] = {}
+        self._copiers: dict[Device, Copier] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierkv-copy")
+        self._ends = {
+            MoveKind.SAVE: Completions("tierkv-saved"),
+            MoveKind.LOAD: Completions("tierkv-loaded"),
+        }
         self._running: set[asyncio.Task[Any]] = set()
+
+    def job(self, pages: Pages) -> Job:
+        """A job whose copies come after everything that this thread has launched so far."""
+        device = self._devices.get(pages.device)
+        if device is None:
+            device = self._devices[pages.device] = device_for(pages.device)
+        return Job(pages, device.record(Queue.ENGINE))
+
+    def stats(self) -> dict[str, Any]:
+        """What `HostArena.stats` says."""
+        return self._arena.stats()
 
     async def run(self, job: Job, work: Coroutine[Any, Any, _T]) -> _T:
         """Await `work`; if cancelled, leave it to end by itself once no copy is under way.
@@ -81,23 +132,40 @@ class Jobs:
         """
         if not rows.size:
             return True
-        done = False
 
-        def copy_sync() -> None:
-            nonlocal done
-            if not job.abandoned:
-                groups, ids = move.keys.groups[rows], move.block_ids[rows]
-                copy(groups, ids, self._memory, move.offsets[rows])
-                done = True
+        def launch_sync() -> Copy | None:
+            if job.abandoned:
+                return None
+            groups, ids = move.keys.groups[rows], move.block_ids[rows]
+            return copy(self._copier_sync(job), groups, ids, move.offsets[rows])
 
-        job.copying = asyncio.get_running_loop().run_in_executor(self._thread, copy_sync)
-        await job.copying
-        return done
+        async def launch_and_wait() -> bool:
+            loop = asyncio.get_running_loop()
+            launched = await loop.run_in_executor(self._thread, launch_sync)
+            if launched is None:
+                return False
+            await self._ends[move.kind].wait(launched.end)
+            return True
+
+        job.copying = asyncio.create_task(launch_and_wait())
+        return await job.copying
+
+    def _copier_sync(self, job: Job) -> Copier:
+        """The copier of a job's device. The first for a GPU registers the arena, which blocks."""
+        device = self._devices[job.pages.device]
+        copier = self._copiers.get(device)
+        if copier is None:
+            cuts = self._arena.register_sync(job.pages.device)
+            copier = self._copiers[device] = Copier(self._arena.memory, device, cuts=cuts)
+        return copier
 
     async def close(self) -> None:
         """Wait for the jobs that run, then end the thread."""
         if self._running:
             await asyncio.wait(self._running)
+        for ends in self._ends.values():
+            ends.close()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._arena.unregister_sync)
         self._thread.shutdown(wait=False)
 
 

@@ -289,10 +289,10 @@ async def test_cancelled_in_mid_copy_the_caller_waits_until_its_pages_are_left_a
     async def slow_copy(
         self: Jobs, job: Any, copy_pages: Any, move: Any, rows: np.ndarray[Any, Any]
     ) -> bool:
-        def held_sync(*arguments: Any) -> None:
+        def held_sync(*arguments: Any) -> Any:
             entered.set()
             assert go_on.wait(30)
-            copy_pages(*arguments)
+            return copy_pages(*arguments)
 
         return await copy(self, job, held_sync, move, rows)
 

@@ -227,7 +227,7 @@ def test_block_ids_and_offsets_out_of_range_are_refused(block: int, offset: int)
 def test_batches_larger_than_the_staging_buffer_arrive_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tierkv.device.STAGING_BYTES", 3 * 64)
+    monkeypatch.setattr("tierkv.device.STAGING_BYTES", 3 * 4096)
     tensor = torch.arange(10 * 16, dtype=torch.float32).reshape(10, 16)
     pages = Pages(Layout((full("g", 64),)), {"g": [tensor]})
     arena = torch.zeros(10 * 4096, dtype=torch.uint8)
