@@ -82,7 +82,9 @@ class Flights:
         flight.copies_due.discard(rank)
         index = self._books.index
         if not flight.copies_due:
-            index.pinned[flight.rows[index.pinned[flight.rows] == Pinned.FILLING]] = Pinned.RESIDENT
+            there = flight.rows[index.pinned[flight.rows] == Pinned.FILLING]
+            index.pinned[there] = Pinned.RESIDENT
+            index.tell(there[index.known(there)], in_tier=False)
 
     def done(
         self,
@@ -136,6 +138,8 @@ class Flights:
         stored = writing & ~flight.bad
         index.tier[rows[stored]] = Tier.RESIDENT if tier_is_up else Tier.SUSPENDED
         index.tier[rows[writing & flight.bad]] = Tier.ABSENT
+        if tier_is_up:
+            index.tell(rows[stored], in_tier=True)
         books.count("stored", rows[stored])
         books.count_tokens("stored", rows[stored])
         books.counters["failed_save_blocks"] += int((writing & flight.bad).sum())
@@ -143,7 +147,9 @@ class Flights:
     def _settle_load(self, flight: _Flight) -> None:
         books, index, rows = self._books, self._books.index, flight.rows
         incoming = flight.move.from_tier
-        index.pinned[rows[incoming & ~flight.bad]] = Pinned.RESIDENT
+        here = rows[incoming & ~flight.bad]
+        index.pinned[here] = Pinned.RESIDENT
+        index.tell(here[index.known(here)], in_tier=False)
         index.read[rows[~flight.bad]] = 1
         index.tier_leases[rows[incoming]] -= 1
         self.load_bytes -= books.room.slot_bytes(rows[incoming])
@@ -159,6 +165,7 @@ class Flights:
         books = self._books
         rows = rows[books.index.known(rows)]
         books.index.tier[rows] = Tier.ABSENT
+        books.index.tell(rows, in_tier=True, gone=True)
         books.counters["lost_blocks"] += len(rows)
         if books.ranks > 1:
             books.order_delete(books.index.keys_of(rows))

@@ -43,6 +43,7 @@ class Holdings:
         # Suspended ones as well: this rank would be thought to hold them still.
         resident = rows[np.isin(index.tier[rows], (Tier.RESIDENT, Tier.SUSPENDED))]
         index.tier[resident] = Tier.ABSENT
+        index.tell(resident, in_tier=True, gone=True)
         books.count("evicted_tier", resident)
         books.count_tokens("evicted_tier", resident)
         for other in range(books.ranks):
@@ -69,7 +70,9 @@ class Holdings:
         self._up.discard(rank)
         self._recovered.pop(rank, None)
         # Rows stay, so that most of what comes back is known: this is an engine's scheduler.
-        index.tier[index.tier == Tier.RESIDENT] = Tier.SUSPENDED
+        resident = np.flatnonzero(index.tier == Tier.RESIDENT)
+        index.tier[resident] = Tier.SUSPENDED
+        index.tell(resident, in_tier=True, gone=True)
         self._retiring = {k: v for k, v in self._retiring.items() if k[0] != rank}
         books.capacity_version += 1
         books.counters["tier_down"] += 1
@@ -86,7 +89,9 @@ class Holdings:
         holders = np.bincount(np.concatenate(held), minlength=len(index.tier))
         common = np.flatnonzero(holders == books.ranks)
         index.tier[suspended] = Tier.ABSENT
-        index.tier[common[index.tier[common] != Tier.WRITING]] = Tier.RESIDENT
+        back = common[index.tier[common] != Tier.WRITING]
+        index.tier[back] = Tier.RESIDENT
+        index.tell(back, in_tier=True)
         for other, rows in enumerate(held):
             rows = rows[holders[rows] < books.ranks]
             books.order_delete(index.keys_of(rows), other)

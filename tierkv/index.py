@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Final
 
@@ -49,6 +50,18 @@ class Tier(enum.IntEnum):
     """Every rank has it."""
     SUSPENDED = 3
     """Some rank's tier is down; it was resident before. Not promised."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class News:
+    """Blocks that can be loaded from somewhere now, or not any more.
+
+    in_tier: from the storage tier; else from pinned RAM. gone: not any more.
+    """
+
+    keys: Keys
+    in_tier: bool
+    gone: bool
 
 
 def distinct(rows: Rows) -> Rows:
@@ -104,6 +117,8 @@ class Index:
         self._hash: NDArray[Any] = np.full(capacity, None, object)
         self._free: Rows = np.arange(capacity - 1, -1, -1)
         self._spare = capacity  # so many of `_free` are rows, the last is taken first
+        self.news: list[News] | None = None
+        """Grows while somebody listens; None: nobody does."""
         for name, dtype in self._COLUMNS:
             setattr(self, name, np.zeros(capacity, dtype))
         self.offset.fill(NO_SLOT)
@@ -187,6 +202,11 @@ class Index:
     def keys_of(self, rows: Rows) -> Keys:
         """The keys of rows, forgotten ones included."""
         return Keys(self.group[rows], b"".join(self._hash[rows].tolist()))
+
+    def tell(self, rows: Rows, *, in_tier: bool, gone: bool = False) -> None:
+        """These rows become, or with `gone` cease to be, resident in RAM or in the tier."""
+        if self.news is not None and len(rows):
+            self.news.append(News(self.keys_of(rows), in_tier, gone))
 
     def live(self) -> Rows:
         """Every row that can be found by key."""

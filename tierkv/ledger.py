@@ -15,7 +15,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,32 +37,14 @@ from tierkv.books import Agree, Books, Census, Command, Hit, Miss, Rotate, Submi
 from tierkv.errors import ConfigError
 from tierkv.flights import Flights
 from tierkv.holdings import Holdings
-from tierkv.index import Pinned, Rows, Tier
+from tierkv.index import News, Pinned, Tier
 from tierkv.layout import Layout
+from tierkv.owner import Owner, Promise
 from tierkv.planner import BlockTables, Chosen, HitPlan, SavePlan, SaveProgress
 from tierkv.reach import AUTO, Policy, PolicyKind
 from tierkv.stock import SeenBoundaries, Stock
 
 __all__ = ["Agree", "Command", "Hit", "Ledger", "Miss", "Rotate", "Submit"]
-
-
-@dataclass(slots=True)
-class _Promise:
-    plan: HitPlan
-    local_tokens: int
-    expires: float
-
-
-@dataclass(slots=True)
-class _Request:
-    promise: _Promise | None = None
-    pending_since: float | None = None
-    progress: SaveProgress = field(default_factory=SaveProgress)
-    declined_at: int = -1
-    quiet_until: int = 0
-    rows: Rows = field(default_factory=lambda: np.empty(0, np.int64))
-    """Of the blocks that its saves have made or met. A row may have passed to another block since:
-    that one then counts as used, no more."""
 
 
 class Ledger:
@@ -100,9 +82,9 @@ class Ledger:
         self._books = Books(layout, arena_bytes=arena_bytes, ranks=ranks, clock=clock)
         self._flights = Flights(self._books)
         self._holdings = Holdings(self._books)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Owner] = {}
         self._seen = SeenBoundaries()
-        self._promises: deque[tuple[_Request, float]] = deque()
+        self._promises: deque[tuple[Owner, float]] = deque()
         self._block_tokens = np.array([g.block_tokens for g in layout.groups], np.int64)
         self._budget = self._books.room.share(1.0 - reserve)
         self._promise_s, self._pending_s = promise_s, pending_s
@@ -233,10 +215,10 @@ class Ledger:
         retry = request.declined_at != self._books.capacity_version
         return retry and len(request.progress.declined) > 0
 
-    def _request(self, owner: str) -> _Request:
+    def _request(self, owner: str) -> Owner:
         request = self._requests.get(owner)
         if request is None:
-            request = self._requests[owner] = _Request()
+            request = self._requests[owner] = Owner()
         return request
 
     def release(self, owner: str) -> None:
@@ -267,6 +249,10 @@ class Ledger:
             request.rows = request.rows[:0]
         self._seen.clear()
         live = books.index.live()
+        books.index.tell(live[books.index.tier[live] == Tier.RESIDENT], in_tier=True, gone=True)
+        books.index.tell(
+            live[books.index.pinned[live] == Pinned.RESIDENT], in_tier=False, gone=True
+        )
         books.index.forget_all(live)
         books.index.tier[live] = Tier.ABSENT
         books.freed(live)
@@ -274,6 +260,10 @@ class Ledger:
         books.commands.append(Rotate(books.epoch))
         books.counters["rotations"] += 1
         return books.epoch
+
+    def retract(self, owner: str) -> None:
+        """Take back what the owner was promised: it does without."""
+        self._take_back(self._request(owner))
 
     # What the ranks report, and what they are told -------------------------------------------
 
@@ -370,6 +360,12 @@ class Ledger:
         """As `stats`, without a look at whole columns: see `tierkv.books.Census`."""
         return self._books.glance() | {"moves_in_flight": self.moves_in_flight}
 
+    def take_news(self) -> list[News]:
+        """What became loadable, or ceased to be, since the last call; the first call begins."""
+        index = self._books.index
+        news, index.news = index.news or [], []
+        return news
+
     @property
     def census(self) -> Census:
         """Kept going by whoever calls `glance`."""
@@ -377,7 +373,7 @@ class Ledger:
 
     # Promises ---------------------------------------------------------------------------
 
-    def _promise(self, request: _Request, plan: HitPlan, local_tokens: int) -> HitPlan | int:
+    def _promise(self, request: Owner, plan: HitPlan, local_tokens: int) -> HitPlan | int:
         """Lease the plan and claim slots for what comes from the tier.
 
         Returns the plan that was promised, or a boundary that might fit: then nothing is leased.
@@ -399,11 +395,11 @@ class Ledger:
         index.depth[rows] = self._ends(plan)
         books.touch(rows)
         expires = books.clock() + self._promise_s
-        request.promise = _Promise(plan, local_tokens, expires)
+        request.promise = Promise(plan, local_tokens, expires)
         self._promises.append((request, expires))
         return plan
 
-    def _take_back(self, request: _Request) -> None:
+    def _take_back(self, request: Owner) -> None:
         promise, request.promise = request.promise, None
         if promise is None:
             return
@@ -428,14 +424,14 @@ class Ledger:
                 self._books.counters["promises_expired"] += 1
             self._promises.popleft()
 
-    def _miss(self, request: _Request, known_tokens: int, *, shrunk: bool) -> Hit:
+    def _miss(self, request: Owner, known_tokens: int, *, shrunk: bool) -> Hit:
         request.pending_since = None
         if known_tokens < planner.min_known_tokens(self.layout):
             self._books.counters["short_lookups"] += 1
             return Hit(0, miss=Miss.SHORT)
         return Hit(0, miss=Miss.NO_ROOM if shrunk else Miss.ABSENT)
 
-    def _pending(self, request: _Request, plan: HitPlan) -> Hit:
+    def _pending(self, request: Owner, plan: HitPlan) -> Hit:
         now = self._books.clock()
         if request.pending_since is None:
             request.pending_since = now
@@ -447,7 +443,7 @@ class Ledger:
 
     # Saves --------------------------------------------------------------------------------
 
-    def _save(self, request: _Request, plan: SavePlan, block_ids: BlockTables) -> Move | None:
+    def _save(self, request: Owner, plan: SavePlan, block_ids: BlockTables) -> Move | None:
         """Claim slots for as many of the wanted blocks as fit and make the move."""
         books, index, wanted = self._books, self._books.index, plan.wanted
         ids = planner.page_ids(wanted, block_ids)  # first: what it refuses has changed nothing
@@ -491,7 +487,7 @@ class Ledger:
         ends: NDArray[np.int64] = (chosen.blocks + 1) * self._block_tokens[chosen.groups]
         return ends
 
-    def _decline(self, request: _Request, blocks: Chosen) -> None:
+    def _decline(self, request: Owner, blocks: Chosen) -> None:
         progress = request.progress
         request.progress = replace(progress, declined=progress.declined + blocks)
         request.declined_at = self._books.capacity_version

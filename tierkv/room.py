@@ -101,6 +101,8 @@ class Room:
         """Take the slots of rows away and free them. Nothing may still touch them."""
         index = self._index
         held = rows[index.offset[rows] != NO_SLOT]
+        was = held[index.pinned[held] == Pinned.RESIDENT]
+        index.tell(was[index.known(was)], in_tier=False, gone=True)
         self.slots.free_all(index.offset[held], self.sizes(held))
         index.offset[held] = NO_SLOT
         index.pinned[rows] = Pinned.ABSENT
