@@ -15,13 +15,14 @@ import pytest
 
 from tests.backends.nvme.torture.homes import SLOT, Slots
 from tests.backends.nvme.torture.journal import BLOCK_BYTES, Journal, key_of
-from tests.backends.nvme.torture.life import OPTIONS, descriptors, threads_left
+from tests.backends.nvme.torture.life import SEGMENT, descriptors, threads_left, url_of
 from tierkv.blocks import MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire
 from tierkv.local import LocalStorage
 from tierkv.storage import StorageConfig
 from tierkv.testing import make_move
 
 CUTS = 1000
+CAPACITY = 8 * SEGMENT
 CALLERS = 8
 
 
@@ -36,7 +37,7 @@ class Desk:
         self.epoch = 0
         self.storage: LocalStorage | None = None
         self._config = StorageConfig(
-            url=f"nvme://{root}?{OPTIONS}",
+            url=url_of(root, CAPACITY),
             namespace=b"\x01" * 32,
             namespace_text="test",
             arena_bytes=len(self.slots.arena),

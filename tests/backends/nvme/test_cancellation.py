@@ -13,16 +13,16 @@ import pytest
 from tests.backends.nvme.torture.homes import AtBackend
 from tests.backends.nvme.torture.journal import Journal
 from tests.backends.nvme.torture.life import (
-    CAPACITY,
-    OPTIONS,
     SEGMENT,
     descriptors,
     physical_bytes,
     threads_left,
+    url_of,
 )
 from tierkv.blocks import Outcome
 
 CANCELLATIONS = 1000
+CAPACITY = 8 * SEGMENT
 TURNS = 40
 """A save of some blocks takes about so many turns of the loop."""
 
@@ -37,7 +37,7 @@ class Storm:
     def __init__(self, root: Path, seed: int) -> None:
         self.journal = Journal()
         self.cancelled = 0
-        self._url = f"nvme://{root}?{OPTIONS}"
+        self._url = url_of(root, CAPACITY)
         self._rng = random.Random(seed)
 
     async def rage(self) -> None:
@@ -116,7 +116,7 @@ async def test_a_thousand_cancellations_leave_nothing_behind(tmp_path: Path) -> 
     assert [left[n] for n in left.keys() - before.keys()] == []
     assert threads_left() == []
     assert physical_bytes(tmp_path) <= CAPACITY
-    home = AtBackend(f"nvme://{tmp_path}?{OPTIONS}", storm.journal)
+    home = AtBackend(url_of(tmp_path, CAPACITY), storm.journal)
     await home.open()
     history = storm.journal.read()
     found = await home.load(sorted(history.may))

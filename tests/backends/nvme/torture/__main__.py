@@ -72,9 +72,9 @@ class Result:
             self.kills += case.is_kill
             assert case.injection is not None
             self.kinds[case.injection.value] += 1
-        self.violations += [
-            f"{case} ({answer.get('name', '')}): {text}" for text in answer["violations"]
-        ]
+        for text in answer["violations"]:
+            self.violations.append(f"{case} ({answer.get('name', '')}): {text}")
+            print(self.violations[-1], flush=True)
 
 
 def run(cases: Sequence[Case], directory: Path, workers: int, *, quiet: bool) -> Result:
@@ -167,8 +167,6 @@ def main() -> int:
         "calls": {home: len(trace) for home, trace in names.items()},
         "seconds": round(time.monotonic() - started, 1),
     }
-    for violation in result.violations[:50]:
-        print(violation)
     print(json.dumps(summary))
     if args.json:
         args.json.write_text(json.dumps({**summary, "what": result.violations}, indent=1) + "\n")

@@ -20,9 +20,9 @@ from tierkv.storage import StorageConfig
 from tierkv.testing.batches import make_context, make_move
 
 SLOT = 4096
-SLOTS = 288
+SLOTS = 192
 PAINT = 0xA5
-BATCH = 128
+BATCH = 96
 
 _PAINTED = bytes([PAINT]) * SLOT
 

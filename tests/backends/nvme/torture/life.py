@@ -16,8 +16,11 @@ from tierkv.errors import TierKVError
 from tierkv.testing.faults import SystemFaults
 
 SEGMENT = 64 << 10
-CAPACITY = 8 * SEGMENT
-OPTIONS = f"capacity={CAPACITY}&segment={SEGMENT}&threads=2"
+
+
+def url_of(root: Path, capacity: int) -> str:
+    return f"nvme://{root}?capacity={capacity}&segment={SEGMENT}&threads=2"
+
 
 LARGE, SMALL, TINY = 0, 1, 2
 
@@ -37,12 +40,14 @@ class Life:
         root: Path,
         calls: SystemFaults,
         *,
+        capacity: int,
         flips: bool,
     ) -> None:
         self.violations: list[str] = []
         self._make_home = make_home
         self._journal = journal
         self._root = root
+        self._capacity = capacity
         self._flips = flips
         self._offered: set[int] = set()
         self._home: Home | None = None
@@ -107,7 +112,7 @@ class Life:
         await self._save(numbers(LARGE, 0, 2), variant=1)
         await self._load_all()
         await self._delete(numbers(LARGE, 1, 1))
-        for i in range(1, 5):
+        for i in range(1, 4):
             await self._save(numbers(LARGE, 20 * i, 12))
         await self._load(numbers(LARGE, 60, 32))
         await self._clear()
@@ -128,9 +133,9 @@ class Life:
 
     async def _third(self) -> None:
         await self._load_all()
-        for i in range(7):  # more than the quota holds
+        for i in range(self._capacity // SEGMENT - 1):  # more than the quota holds
             await self._save(numbers(LARGE, 500 + 20 * i, 12))
-        await self._load(numbers(LARGE, 580, 60))
+        await self._load(numbers(LARGE, 500, 60))
 
     async def _goes_on(self) -> None:
         """Whatever happened, the store works: a block is saved and loaded, within some tries."""
@@ -197,8 +202,8 @@ class Life:
     def _check_quota(self) -> None:
         with self._calls.aside():
             used = physical_bytes(self._root)
-        if used > CAPACITY + SEGMENT:
-            self.violations.append(f"{used} bytes on disk, the quota is {CAPACITY}")
+        if used > self._capacity + SEGMENT:
+            self.violations.append(f"{used} bytes on disk, the quota is {self._capacity}")
 
 
 def physical_bytes(root: Path) -> int:
