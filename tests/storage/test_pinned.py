@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -117,3 +121,86 @@ def test_closed_arenas_leave_no_descriptor() -> None:
         with Arena.create(MIB) as arena:
             arena.view[0] = 1
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+KEEPER = """
+import os, sys
+from tierkv.pinned import Arena
+fd, nbytes = map(int, sys.argv[1:])
+with Arena.attach(fd, nbytes) as arena:
+    print("keeper sees", bytes(arena.view[:4]).decode(), flush=True)
+    sys.stdin.read()  # until the worker's end of the pipe is gone
+    print("worker is gone", bytes(arena.view[:4]).decode(), flush=True)
+    sys.stdin.close()
+    os.read(int(os.environ["TEST_PIPE"]), 1)
+"""
+WORKER = """
+import os, subprocess, sys
+from tierkv.pinned import Arena
+nbytes = int(sys.argv[1])
+arena = Arena.create(nbytes, prefault=True)
+arena.view[:4] = b"live"
+keeper = subprocess.Popen(
+    [sys.executable, "-c", sys.argv[2], str(arena.fd), str(nbytes)],
+    stdin=subprocess.PIPE, pass_fds=(arena.fd, int(os.environ["TEST_PIPE"])),
+)
+print(keeper.pid, os.fstat(arena.fd).st_ino, flush=True)
+keeper.wait()
+print("keeper is gone", bytes(arena.view[:4]).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+def mapped_by(inode: int) -> set[int]:
+    """Processes that map the arena with this inode."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = [li.split() for li in maps.read_text().splitlines() if "tierkv-arena" in li]
+        except OSError:  # it ended, or is somebody else's
+            continue
+        found |= {int(maps.parent.name) for fields in lines if int(fields[4]) == inode}
+    return found
+
+
+@pytest.mark.parametrize("first", ["worker", "keeper"])
+def test_nothing_stays_in_shared_memory_when_either_process_is_killed(first: str) -> None:
+    names, nbytes = set(os.listdir("/dev/shm")), 64 * MIB
+    hold, let_go = os.pipe()
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(nbytes), KEEPER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(hold,),
+        env={**os.environ, "TEST_PIPE": str(hold)},
+    )
+    os.close(hold)
+    try:
+        assert worker.stdin is not None and worker.stdout is not None
+        lines = {worker.stdout.readline(), worker.stdout.readline()}
+        assert "keeper sees live\n" in lines
+        [numbers] = lines - {"keeper sees live\n"}
+        keeper, inode = map(int, numbers.split())
+        assert mapped_by(inode) == {worker.pid, keeper}
+        if first == "worker":
+            worker.kill()
+            worker.wait()
+            assert worker.stdout.readline() == "worker is gone live\n"
+            assert mapped_by(inode) == {keeper}
+            watch = os.pidfd_open(keeper)
+            os.kill(keeper, signal.SIGKILL)
+            assert select.select([watch], [], [], 60)[0]
+            os.close(watch)
+        else:
+            os.kill(keeper, signal.SIGKILL)
+            assert worker.stdout.readline() == "keeper is gone live\n"
+            assert mapped_by(inode) == {worker.pid}
+            worker.kill()
+            worker.wait()
+        assert not mapped_by(inode)
+        assert not {n for n in os.listdir("/dev/shm") if "tierkv" in n} - names
+    finally:
+        worker.kill()
+        worker.communicate()
+        os.close(let_go)
