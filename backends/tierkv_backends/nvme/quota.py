@@ -61,6 +61,8 @@ def survey_sync(root: Path, own: Path) -> list[Share]:
         live = directory == own or is_owned_sync(directory)
         if live or segments:
             shares.append(Share(directory=directory, live=live, segments=segments))
+    if all(share.directory != own for share in shares):  # it was deleted under us
+        shares.append(Share(directory=own, live=True, segments=()))
     return shares
 
 
@@ -177,8 +179,7 @@ def grow_sync(root: Path, path: Path, *, capacity: int, segment_bytes: int) -> b
 
 
 def _own(shares: Iterable[Share], own: Path) -> Share:
-    nothing = Share(directory=own, live=True, segments=())  # it was deleted under us
-    return next((share for share in shares if share.directory == own), nothing)
+    return next(share for share in shares if share.directory == own)
 
 
 def _create_sync(path: Path, nbytes: int) -> bool:

@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,20 @@ async def test_who_closes_again_waits_for_the_first_and_the_store_is_free_then(
         await asyncio.gather(*(backend.close() for _ in range(3)))
         async with opened(tmp_path) as again:
             assert await load(again, sizes(BLOCKS)) == BLOCKS
+
+
+async def test_a_directory_that_is_deleted_under_an_open_store_fails_its_saves(
+    tmp_path: Path, opened: Opened
+) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, BLOCKS)
+        (directory,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        shutil.rmtree(directory)
+        late = make_blocks(60, [4096], first=50)
+        for _ in range(2):
+            outcomes = set((await save(backend, late)).values())
+            assert outcomes <= {Outcome.FAILED, Outcome.DECLINED}
+        assert set((await load(backend, sizes(late))).values()) == {Outcome.MISSING}
 
 
 async def test_a_snapshot_that_cannot_be_written_costs_nothing(

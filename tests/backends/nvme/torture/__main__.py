@@ -20,6 +20,7 @@ import os
 import random
 import selectors
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -55,7 +56,7 @@ def drawn(cases: Iterable[Case], names: dict[str, list[str]], n: int, seed: int)
 
 @dataclass
 class Result:
-    """faults, kills: that took place. lost: acknowledged blocks that flipped bits cost."""
+    """faults, kills: that took place. stopped: by Ctrl-C. lost: acknowledged blocks that flipped bits cost."""
 
     faults: int = 0
     kills: int = 0
@@ -63,6 +64,7 @@ class Result:
     lost: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     cases: int = 0
+    stopped: bool = False
 
     def take(self, case: Case, answer: dict[str, Any]) -> None:
         self.cases += 1
@@ -93,8 +95,8 @@ def run(cases: Sequence[Case], directory: Path, workers: int, *, quiet: bool) ->
         ways.register(os.fdopen(out, "rb"), selectors.EVENT_READ, cases[worker::workers])
     shown = 0.0
     mine = {key.fd: iter(key.data) for key in ways.get_map().values()}
-    while ways.get_map():
-        for key, _ in ways.select():
+    while ways.get_map() and not result.stopped:
+        for key, _ in _ready(ways, result):
             line = key.fileobj.readline()  # type: ignore[union-attr]
             if not line:
                 ways.unregister(key.fileobj)
@@ -105,13 +107,26 @@ def run(cases: Sequence[Case], directory: Path, workers: int, *, quiet: bool) ->
                 shown = time.monotonic()
                 _show(result, len(cases), shown - started)
     for pid in pids:
+        if result.stopped:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            continue
         _, status = os.waitpid(pid, 0)
         if status:
             result.violations.append(f"a worker ended with {os.waitstatus_to_exitcode(status)}")
     return result
 
 
+def _ready(ways: selectors.BaseSelector, result: Result) -> list[Any]:
+    try:
+        return ways.select()
+    except KeyboardInterrupt:
+        result.stopped = True
+        return []
+
+
 def _work(cases: Sequence[Case], directory: Path, into: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     bench = Bench(directory)
     with os.fdopen(into, "wb", buffering=0) as pipe:
         for case in cases:
@@ -155,6 +170,7 @@ def main() -> int:
             (c for h in HOMES for c in kills_of(h, names[h])), names, args.kills, args.seed
         )
         cases = [case for case in cases if args.only in str(case)]
+        random.Random(args.seed).shuffle(cases)  # a run that is stopped has some of everything
         result = run(cases, place, args.workers, quiet=args.quiet)
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -165,12 +181,13 @@ def main() -> int:
         "blocks_lost_to_lies": result.lost,
         "by_kind": dict(result.kinds),
         "calls": {home: len(trace) for home, trace in names.items()},
+        "stopped": result.stopped,
         "seconds": round(time.monotonic() - started, 1),
     }
     print(json.dumps(summary))
     if args.json:
         args.json.write_text(json.dumps({**summary, "what": result.violations}, indent=1) + "\n")
-    return int(bool(result.violations))
+    return int(bool(result.violations) or result.stopped)
 
 
 def _trace(home: str, place: Path) -> list[str]:
