@@ -56,7 +56,10 @@ def drawn(cases: Iterable[Case], names: dict[str, list[str]], n: int, seed: int)
 
 @dataclass
 class Result:
-    """faults, kills: that took place. stopped: by Ctrl-C. lost: acknowledged blocks that flipped bits cost."""
+    """faults, kills: that took place. stopped: by Ctrl-C or SIGTERM.
+
+    lost: acknowledged blocks that flipped bits and files said to be missing cost.
+    """
 
     faults: int = 0
     kills: int = 0
@@ -127,6 +130,7 @@ def _ready(ways: selectors.BaseSelector, result: Result) -> list[Any]:
 
 def _work(cases: Sequence[Case], directory: Path, into: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     bench = Bench(directory)
     with os.fdopen(into, "wb", buffering=0) as pipe:
         for case in cases:
@@ -157,6 +161,8 @@ def main() -> int:
     args = parser.parse_args()
     for name in ("tierkv", "tierkv_backends"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # faults are what we came for
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     args.dir.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="tierkv-torture-", dir=args.dir))
     started = time.monotonic()
