@@ -140,6 +140,9 @@ class DictStorage:
     def rotate(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
+    def stats(self) -> dict[str, Any]:
+        return {}
+
     def close(self, *, deadline_s: float) -> bool:
         return True
 
@@ -156,6 +159,8 @@ def request(name: str, tokens: int, *, computed: int = 0, lora: object = None) -
         num_tokens=tokens,
         num_computed_tokens=computed,
         lora_request=lora,
+        kv_transfer_params=None,
+        skip_reading_prefix_cache=False,
     )
 
 

@@ -41,7 +41,12 @@ class Server:
             "kv_connector_module_path": "tierkv.connectors.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"identity": "test", "pinned": "64MiB", **extra},
+            "kv_connector_extra_config": {
+                "identity": "test",
+                "pinned": "64MiB",
+                "load": "always",  # models this small are computed as quickly
+                **extra,
+            },
         }
         options = {
             "model": HERE / "models" / model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tierkv.connectors.vllm import layout as engine
+from tierkv.connectors.vllm.events import kv_events
 from tierkv.connectors.vllm.namespace import check_hash_algorithm, engine_namespace
 from tierkv.connectors.vllm.options import Options
 from tierkv.connectors.vllm.scheduler import SchedulerSide
@@ -27,6 +29,7 @@ from tierkv.storage import StorageConfig
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -57,7 +60,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._state_ratios: tuple[int | None, ...] = ()
         if role is KVConnectorRole.SCHEDULER:
             world = vllm_config.parallel_config.world_size
-            self._scheduler = SchedulerSide(self._options, kv_cache_config, world)
+            publishes = vllm_config.kv_events_config
+            self._scheduler = SchedulerSide(
+                self._options,
+                kv_cache_config,
+                world,
+                events=publishes is not None and publishes.enable_kv_cache_events,
+            )
 
     @property
     def scheduler(self) -> SchedulerSide:
@@ -126,7 +135,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.handshake(self._state_ratios)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Nothing: no copy is ever outstanding between two steps (see `worker`)."""
+        """Nothing: the engine's stream goes on only when a save has read its pages (`worker`)."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Carry out commands and start this step's loads; they end in later steps."""
@@ -220,6 +229,10 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping while moves are out, within a bound."""
         return self.scheduler.pending()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """`BlockStored` and `BlockRemoved` for what can be loaded from pinned RAM or the tier."""
+        return list(kv_events(self.scheduler.news()))
 
     def reset_cache(self) -> bool:
         """Everything older is a miss from now on, in every tier (new weights)."""

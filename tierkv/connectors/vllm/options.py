@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from tierkv.blocks import slot_bytes
 from tierkv.codec import parse_codec
@@ -15,6 +16,20 @@ from tierkv.urls import TierURL, nearest, parse_size
 _WHERE = "kv_connector_extra_config"
 
 
+LOAD_PARAM: Final = "tierkv_load"
+"""The key of a request's `kv_transfer_params` that says when its hits are loaded."""
+
+
+class LoadWhen(enum.StrEnum):
+    """When a hit is loaded."""
+
+    AUTO = "auto"
+    """Where that is expected to be quicker than computing it."""
+    ALWAYS = "always"
+    NEVER = "never"
+    """For single requests only."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What a user may write in `kv_connector_extra_config`.
@@ -23,6 +38,9 @@ class Options:
     pinned: bytes of the arena of each rank; written like ``8GiB``.
     policy: which boundaries are kept (`auto`, `dense`, `end`, `interval:4096`), or `engine`: those
         that the engine's `prefix_cache_retention_interval` keeps in its own pool.
+    min_hit_tokens: hits that spare fewer tokens than this are not loaded.
+    load: `auto`: nor those whose load would, by what was measured, take longer than computing them
+        again; `always`: all others are. A request may say otherwise (`LOAD_PARAM`).
     identity: names the weights where they cannot be told from files; part of the namespace.
     salt: keeps this cache apart from others over the same model; part of the namespace.
     open_timeout_s: how long the engine's start waits for the tier to open before it fails.
@@ -40,6 +58,8 @@ class Options:
     url: str = ""
     pinned: int = 4 << 30
     policy: Policy = AUTO
+    min_hit_tokens: int = 0
+    load: LoadWhen = LoadWhen.AUTO
     identity: str = ""
     salt: str = ""
     open_timeout_s: float = 60.0
@@ -102,10 +122,27 @@ def _count(key: str, value: Any) -> int:
     return value
 
 
+def _count_or_none(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{_WHERE}: {key} is {value!r}; write a whole number, or 0 for none")
+    return value
+
+
+def _load(key: str, value: Any) -> LoadWhen:
+    if value not in (LoadWhen.AUTO, LoadWhen.ALWAYS):
+        raise ConfigError(
+            f"{_WHERE}: {key} is {value!r}{nearest(str(value), ('auto', 'always'))}; "
+            "write auto or always"
+        )
+    return LoadWhen(value)
+
+
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "url": _url,
     "pinned": _size,
     "policy": _policy,
+    "min_hit_tokens": _count_or_none,
+    "load": _load,
     "identity": _text,
     "salt": _text,
     "open_timeout_s": _seconds,

@@ -10,19 +10,21 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
 from tierkv.blocks import Event, MoveDone, Outcome, unpack_event
 from tierkv.connectors.vllm.layout import agreed_state_ratios, engine_layout
-from tierkv.connectors.vllm.options import Options
-from tierkv.connectors.vllm.stats import LedgerStats, TierKVStats
+from tierkv.connectors.vllm.options import LOAD_PARAM, LoadWhen, Options
+from tierkv.connectors.vllm.stats import PINNED, LedgerStats, StepClock, TierKVStats, tier_name
 from tierkv.connectors.vllm.wire import (
     Handshake,
     StepMetadata,
     WorkerEvents,
     pack_command,
 )
-from tierkv.ledger import Ledger
+from tierkv.index import News
+from tierkv.ledger import Hit, Ledger
+from tierkv.worth import Judge, Worth
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -85,17 +87,32 @@ class _Promise:
 
 @dataclass(slots=True)
 class _Load:
-    """A load on its way: its tokens count as loaded where no rank failed."""
+    """A load on its way: its tokens count as loaded where no rank failed.
+
+    tier_tokens: what of them comes from the storage tier. began: `time.monotonic()`.
+    """
 
     tokens: int
+    tier_tokens: int
     ranks_due: int
+    began: float
     good: bool = True
 
 
 class SchedulerSide:
-    """Lookups, plans and orders of one engine."""
+    """Lookups, plans and orders of one engine.
 
-    def __init__(self, options: Options, kv_cache_config: KVCacheConfig, world_size: int) -> None:
+    events: whether the engine publishes KV cache events.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        kv_cache_config: KVCacheConfig,
+        world_size: int,
+        *,
+        events: bool = False,
+    ) -> None:
         self._options = options
         self._config = kv_cache_config
         self._world_size = world_size
@@ -106,7 +123,11 @@ class SchedulerSide:
         self._loads: dict[int, _Load] = {}
         self._block_lists: BlockLists = _no_tables
         self._next = StepMetadata()
-        self._stats = LedgerStats()
+        self._stats = LedgerStats(tier_name(options.url))
+        self._judge = Judge(options.min_hit_tokens)
+        self._steps = StepClock(self._judge.prefill)
+        self._events = events
+        self._left: set[str] = set()
         self._quiet_since = 0.0
         # Building the layout now refuses what is not supported before any worker starts its tier.
         engine_layout(kv_cache_config, [1] * len(kv_cache_config.kv_cache_groups))
@@ -139,6 +160,8 @@ class SchedulerSide:
                 self._config.prefix_cache_retention_interval
             ),
         )
+        if self._events:
+            self._ledger.take_news()  # the first call begins
         for shake in shakes:
             for event in shake.events:
                 self._apply(shake.rank, unpack_event(event))
@@ -149,7 +172,10 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `local_tokens` that can be loaded; None: ask again."""
-        if self._ledger is None or not _cacheable(request):
+        when = load_when(request.kv_transfer_params, self._options.load)
+        if self._ledger is None or not _cacheable(request) or when is LoadWhen.NEVER:
+            return 0, False
+        if request.skip_reading_prefix_cache:  # it wants logits of its prompt, or no reuse
             return 0, False
         request_id = request.request_id
         hit = self._ledger.lookup(
@@ -162,10 +188,26 @@ class SchedulerSide:
         self._promises.pop(request_id, None)
         if hit.pending:
             return None, False
-        if hit.tokens <= local_tokens:
+        if hit.tokens <= local_tokens or not self._is_worth(request_id, hit, local_tokens, when):
             return 0, False
         self._promises[request_id] = _Promise(hit.tokens, local_tokens, hit.tier_tokens)
         return hit.tokens - local_tokens, True
+
+    def _is_worth(self, request_id: str, hit: Hit, local_tokens: int, when: LoadWhen) -> bool:
+        """Whether to load this hit; if not, the promise ends and the tokens are counted once."""
+        gained = hit.tokens - local_tokens
+        from_tier = min(hit.tier_tokens, gained)
+        parts = {PINNED: gained - from_tier, self._stats.tier: from_tier}
+        worth = self._judge.decide(gained, parts, always=when is LoadWhen.ALWAYS)
+        if worth is Worth.LOAD:
+            return True
+        self.ledger.retract(request_id)
+        self._collect_commands()
+        if request_id not in self._left:
+            self._left.add(request_id)
+            name = "too_short_tokens" if worth is Worth.TOO_SHORT else "too_slow_tokens"
+            self._stats.add(name, gained)
+        return False
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has room for the hit: order the load."""
@@ -186,7 +228,12 @@ class SchedulerSide:
             return
         self._tier_tokens[request_id] = promise.tier_tokens
         move = self.ledger.begin_load(request_id, blocks.get_block_ids())
-        self._loads[move.id] = _Load(external_tokens, self._world_size)
+        self._loads[move.id] = _Load(
+            external_tokens,
+            min(promise.tier_tokens, external_tokens),
+            self._world_size,
+            time.monotonic(),
+        )
         self._next.loads.append((request_id, move.pack()))
 
     def hit_sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
@@ -199,6 +246,7 @@ class SchedulerSide:
         self._requests.pop(request_id, None)
         self._promises.pop(request_id, None)
         self._tier_tokens.pop(request_id, None)
+        self._left.discard(request_id)
         if self._ledger is not None:
             self._ledger.release(request_id)
             self._collect_commands()
@@ -219,6 +267,7 @@ class SchedulerSide:
                 if ledger.save_is_due(request_id, computed) and _cacheable(request):
                     self._save(request, computed)
             self._collect_commands()
+            self._steps.begin(output.num_scheduled_tokens)
         step, self._next = self._next, StepMetadata()
         return step
 
@@ -255,6 +304,10 @@ class SchedulerSide:
         if not load.ranks_due:
             del self._loads[done.move_id]
             self._stats.add("loaded_tokens" if load.good else "failed_tokens", load.tokens)
+            if load.good:
+                tier = self._stats.tier if load.tier_tokens else PINNED
+                tokens = load.tier_tokens or load.tokens
+                self._judge.loaded(tier, tokens, time.monotonic() - load.began)
 
     def _collect_commands(self) -> None:
         self._next.commands += [pack_command(c) for c in self.ledger.take_commands()]
@@ -286,8 +339,28 @@ class SchedulerSide:
             self._collect_commands()
 
     def stats(self) -> TierKVStats | None:
-        """What changed since the last call, at most once a second."""
+        """What changed since the last call, at most once a second; called after every step."""
+        self._steps.end()
         return None if self._ledger is None else self._stats.collect(self._ledger)
+
+    def news(self) -> list[News]:
+        """Blocks that can be loaded since the last call, or not any more; for an engine's events.
+
+        Nothing unless the engine publishes them.
+        """
+        return self._ledger.take_news() if self._events and self._ledger is not None else []
+
+
+def load_when(params: Mapping[str, Any] | None, default: LoadWhen) -> LoadWhen:
+    """What a request's `kv_transfer_params` say, or the default."""
+    asked = (params or {}).get(LOAD_PARAM)
+    if asked is None:
+        return default
+    if asked not in list(LoadWhen):
+        # A client's mistake is no reason to fail the client: its hits are loaded as everyone's.
+        log.warning("%s is %r; write one of %s", LOAD_PARAM, asked, ", ".join(LoadWhen))
+        return default
+    return LoadWhen(asked)
 
 
 def _cacheable(request: Request) -> bool:
