@@ -1,4 +1,4 @@
-"""A thousand moves that deadlines, rotations and closes cut short at random points, on a real disk
+"""Moves by the hundred that deadlines, rotations and closes cut short at random points, on a disk
 tier: their slots are painted once they are released, and the paint must stay whole."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierkv.local import LocalStorage
 from tierkv.storage import StorageConfig
 from tierkv.testing import make_move
 
-CUTS = 1000
+CUTS = 500
 CAPACITY = 8 * SEGMENT
 CALLERS = 8
 
@@ -185,7 +185,7 @@ async def works(desk: Desk) -> None:
 
 
 @pytest.mark.every_loop
-async def test_a_thousand_cuts_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_moves_that_are_cut_short_leave_nothing_behind(tmp_path: Path) -> None:
     before = descriptors()
     desk = Desk(tmp_path, random.Random(4))
     while desk.cut < CUTS:
