@@ -128,7 +128,11 @@ class Mover:
         keys = NO_KEYS
         if self._tier is not None:
             keys = await self._tier.open(self._retire, clear=clear)
-            await self._tier.refresh_usage()
+            try:
+                await self._tier.refresh_usage()
+            except asyncio.CancelledError:
+                await self._tier.close()
+                raise
         self._ready = True
         return Recovered(keys, epoch)
 

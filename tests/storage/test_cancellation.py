@@ -16,10 +16,13 @@ import pytest
 from tests.backends.nvme.torture.homes import SLOT, Slots
 from tests.backends.nvme.torture.journal import BLOCK_BYTES, Journal, key_of
 from tests.backends.nvme.torture.life import SEGMENT, descriptors, threads_left, url_of
+from tierkv.backend import Usage
 from tierkv.blocks import MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire
 from tierkv.local import LocalStorage
 from tierkv.storage import StorageConfig
 from tierkv.testing import make_move
+from tierkv.urls import TierURL
+from tierkv_backends.nvme import NvmeBackend
 
 CUTS = 500
 CAPACITY = 8 * SEGMENT
@@ -36,7 +39,7 @@ class Desk:
         self.cut = 0
         self.epoch = 0
         self.storage: LocalStorage | None = None
-        self._config = StorageConfig(
+        self.config = StorageConfig(
             url=url_of(root, CAPACITY),
             namespace=b"\x01" * 32,
             namespace_text="test",
@@ -55,7 +58,7 @@ class Desk:
 
     async def open(self, **timeouts: float) -> bool:
         """Open, or be cancelled on the way; whether it came to its end."""
-        config = dataclasses.replace(self._config, **timeouts)
+        config = dataclasses.replace(self.config, **timeouts)
         storage = await self.tried(LocalStorage.open(config, self.slots.arena, epoch=self.epoch))
         if storage is None:
             return False
@@ -208,3 +211,26 @@ async def test_moves_that_are_cut_short_leave_nothing_behind(tmp_path: Path) -> 
     left = descriptors()
     assert [left[n] for n in left.keys() - before.keys()] == []
     assert threads_left() == []
+
+
+async def test_an_open_cancelled_at_its_last_question_leaves_the_tier_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = asyncio.Event()
+
+    class Asked(NvmeBackend):
+        async def usage(self) -> Usage:
+            asking.set()
+            return await asyncio.Future()
+
+    desk = Desk(tmp_path, random.Random(1))
+    monkeypatch.setattr("tierkv.local.make_backend", lambda url: Asked.from_url(TierURL.parse(url)))
+    opening = asyncio.ensure_future(LocalStorage.open(desk.config, desk.slots.arena))
+    await asking.wait()
+    opening.cancel()
+    await asyncio.wait([opening])
+    assert opening.cancelled()
+    monkeypatch.undo()
+    async with await LocalStorage.open(desk.config, desk.slots.arena):  # not "in use by"
+        pass
+    assert desk.slots.close() == []
