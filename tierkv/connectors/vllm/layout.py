@@ -10,6 +10,8 @@ from the layers themselves; what it does not know stays a window, which costs sp
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -51,6 +54,7 @@ class Row(NamedTuple):
     extra_tokens: int = 0
     chunk_tokens: int = 0
     ratio: int = 0
+    draft: bool = False
 
 
 def engine_layout(
@@ -73,19 +77,72 @@ def engine_layout(
         _state_row(_row(i, group), ratio)
         for i, (group, ratio) in enumerate(zip(config.kv_cache_groups, ratios, strict=True))
     ]
+    sizes = [row.block_tokens for row in rows if row.kind is not GroupKind.SCRATCH]
     return Layout(
         tuple(
             Group(name=group_name(i, row), block_bytes=max(nbytes, 1), **row._asdict())
             for i, (row, nbytes) in enumerate(zip(rows, block_bytes, strict=True))
         ),
         config.hash_block_size,
-        config.cache_hit_alignment_tokens,
+        # Hits of the engine itself may end inside a recurrent block; ours never do.
+        math.lcm(config.cache_hit_alignment_tokens, *sizes),
+    )
+
+
+def with_draft_groups(config: KVCacheConfig, drops_last_block: bool) -> KVCacheConfig:
+    """The configuration with its draft groups marked as the engine treats them.
+
+    drops_last_block: whether the engine's own hits drop a block for the sake of a draft model
+        (`SpeculativeConfig.use_eagle_block_drop`). Where it does and no group is marked, every
+        group is one: draft layers often share the target's group.
+    """
+    if not drops_last_block or any(group.is_eagle_group for group in config.kv_cache_groups):
+        return config
+    groups = [dataclasses.replace(g, is_eagle_group=True) for g in config.kv_cache_groups]
+    return dataclasses.replace(config, kv_cache_groups=groups)
+
+
+def states_by_offer(config: KVCacheConfig) -> tuple[int, ...]:
+    """Recurrent groups whose block tables do not tell where a state was taken.
+
+    In a plain "align" table the block that ends at a boundary is there only if a step ended
+    there, and it holds the state of exactly that boundary. Speculative decoding moves blocks
+    within the table, a backend that exports checkpoints takes them inside a step, and hits that
+    end inside a block share it. Then only what the engine offers (`boundary_state_offloads`) is a
+    state.
+    """
+    alignment = config.cache_hit_alignment_tokens or 1
+    return tuple(
+        g
+        for g, group in enumerate(config.kv_cache_groups)
+        if any(
+            isinstance(spec, MambaSpec)
+            and (
+                spec.num_speculative_blocks
+                or spec.num_prefill_checkpoint_blocks
+                or alignment % spec.block_size
+            )
+            for spec in iter_layer_specs(group.kv_cache_spec)
+        )
     )
 
 
 def group_name(index: int, row: Row) -> str:
     """A group's name: its position and its kind, equal on every rank."""
     return f"{index}.{row.kind}"
+
+
+def offered_states(
+    layout: Layout, group: int, offers: Sequence[tuple[int, int, int]], null_block_id: int
+) -> list[int]:
+    """A block table of `group` that holds the states offered with this step and nothing else.
+
+    offers: (group, block id, tokens), as the engine says them; those that end inside a block are
+        of no use to us.
+    """
+    size = layout.groups[group].block_tokens
+    at = {end // size - 1: block for g, block, end in offers if g == group and not end % size}
+    return [at.get(i, null_block_id) for i in range(max(at, default=-1) + 1)]
 
 
 def worker_block_bytes(config: KVCacheConfig) -> tuple[int, ...]:
@@ -186,8 +243,6 @@ def _reusable(group: KVCacheGroupSpec) -> bool:
 def _row(index: int, group: KVCacheGroupSpec) -> Row:
     spec = group.kv_cache_spec
     where = f"KV cache group {index} ({type(spec).__name__})"
-    if group.is_eagle_group:
-        raise ConfigError(f"{where}: draft layers (EAGLE, MTP) are not supported yet")
     if group.host_resident or spec.prefix_replay_tokens:
         raise ConfigError(f"{where}: host-resident and replayed groups are not supported")
     if not _reusable(group):
@@ -195,7 +250,7 @@ def _row(index: int, group: KVCacheGroupSpec) -> Row:
     rows = {_spec_row(where, layer) for layer in iter_layer_specs(spec)}
     if len(rows) != 1:
         raise ConfigError(f"{where}: its layers differ in kind, block or window: {sorted(rows)}")
-    return rows.pop()
+    return rows.pop()._replace(draft=group.is_eagle_group)
 
 
 def _spec_row(where: str, spec: KVCacheSpec) -> Row:
@@ -213,4 +268,21 @@ def _spec_row(where: str, spec: KVCacheSpec) -> Row:
     if kind is ChunkedLocalAttentionSpec:
         chunk = spec.attention_chunk_size
         return Row(GroupKind.CHUNKED_LOCAL, spec.block_size, chunk_tokens=chunk)
+    if kind is MambaSpec:
+        return _recurrent_row(where, spec)
     raise ConfigError(f"{where}: {kind.__name__} layers are not supported yet")
+
+
+def _recurrent_row(where: str, spec: MambaSpec) -> Row:
+    if spec.mamba_cache_mode == "none":
+        raise ConfigError(
+            f"{where}: the engine keeps no states to go on from; "
+            "start it with --enable-prefix-caching, and without --mamba-cache-mode none"
+        )
+    if spec.mamba_cache_mode != "align" and spec.num_speculative_blocks:
+        raise ConfigError(
+            f"{where}: with speculative decoding and --mamba-cache-mode "
+            f"{spec.mamba_cache_mode} states may be those of rejected tokens; "
+            "write --mamba-cache-mode align"
+        )
+    return Row(GroupKind.RECURRENT, spec.block_size)
