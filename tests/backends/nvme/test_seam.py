@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,13 +42,13 @@ def test_no_module_reaches_the_system_by_another_way(path: Path) -> None:
     assert calls == []
 
 
-async def test_the_layer_sees_what_strace_would_see(tmp_path: Path, opened: object) -> None:
+async def test_the_layer_sees_what_strace_would_see(tmp_path: Path, opened: Any) -> None:
     """A store's whole life, and its descriptors: all that is opened is closed, under its eyes."""
     from tierkv_backends.nvme import direct
 
     blocks = make_blocks(6, [4096])
     with SystemFaults(tmp_path, more=[(direct, "statx_sync")]) as calls:
-        async with opened(tmp_path / "store") as backend:  # type: ignore[operator]
+        async with opened(tmp_path / "store") as backend:
             await save(backend, blocks)
             assert await load(backend, sizes(blocks)) == blocks
             await backend.clear()

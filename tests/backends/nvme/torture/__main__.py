@@ -100,10 +100,11 @@ def run(cases: Sequence[Case], directory: Path, workers: int, *, quiet: bool) ->
     mine = {key.fd: iter(key.data) for key in ways.get_map().values()}
     while ways.get_map() and not result.stopped:
         for key, _ in _ready(ways, result):
-            line = key.fileobj.readline()  # type: ignore[union-attr]
+            pipe: Any = key.fileobj
+            line = pipe.readline()
             if not line:
-                ways.unregister(key.fileobj)
-                key.fileobj.close()  # type: ignore[union-attr]
+                ways.unregister(pipe)
+                pipe.close()
                 continue
             result.take(next(mine[key.fd]), json.loads(line))
             if time.monotonic() - shown > 1 and not quiet:
