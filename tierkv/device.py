@@ -18,7 +18,6 @@ and `scatter` copy between pages and an arena in host memory, and have copied wh
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,21 +26,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierkv.blocks import ARENA_ALIGN, slot_bytes
+from tierkv.blocks import ARENA_ALIGN
 from tierkv.errors import LayoutError
 from tierkv.layout import Layout
+from tierkv.runs import GroupPages, compile_group
 
-STAGING_BYTES: Final = 512 << 10
+STAGING_BYTES: Final = 256 << 10
 """Blocks that go through staging in host memory go in batches of about this many bytes: they stay
 in a core's cache between their two copies (bench/device.py)."""
 
-SHORT_RUN_BYTES: Final = 32 << 10
-"""Slots that lie alone are copied one by one, in some 6 µs each, where they are longer than this
-(bench/device.py); shorter ones go through staging, in one indexed copy."""
-
-_WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-# Bytes per word of an indexed copy. torch copies row by row in elements: 1.8 GB/s with bytes,
-# 10 GB/s with 8-byte words on two cores.
+SHORT_RUN_BYTES: Final = 256 << 10
+"""Slots that lie alone are copied one by one, in some 50 µs each beside the copy, where they are
+longer than this (bench/device.py); shorter ones go through staging, many in a call."""
 
 
 def arena_tensor(arena: memoryview) -> torch.Tensor:
@@ -108,124 +104,6 @@ class Part:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes that are neighbors in every block: block b's start at `start + b * stride`."""
-
-    storage: torch.UntypedStorage
-    start: int
-    stride: int
-    nbytes: int
-    blocks: int
-
-    def touches(self, other: _Run) -> bool:
-        """Whether `other` begins where this one ends, in every block."""
-        return (
-            self.storage is other.storage
-            and self.stride == other.stride
-            and self.blocks == other.blocks
-            and self.start + self.nbytes == other.start
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Comb:
-    """Runs of one allocation that are equally long and equally far apart, as one view.
-
-    view: word[blocks, teeth, words], or word[blocks, words] where there is one tooth. A third
-    dimension makes a CPU's indexed copy several times slower, so it is there only if needed.
-    first: of its words in the slot.
-    """
-
-    view: torch.Tensor
-    first: int
-
-    def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The comb's words in rows of slots: word[n, words per slot] → like `view`, a view."""
-        shape = (len(rows), *self.view.shape[1:])
-        strides = (rows.stride(0), self.view.shape[-1], 1)
-        at = rows.storage_offset() + self.first
-        return rows.as_strided(shape, strides if len(shape) == 3 else (strides[0], 1), at)
-
-
-class _GroupPages:
-    """The compiled pages of one group."""
-
-    __slots__ = ("block_bytes", "blocks", "combs", "device", "runs", "slot", "word", "word_bytes")
-
-    def __init__(self, runs: Sequence[_Run], device: torch.device) -> None:
-        self.device = device
-        self.runs = len(runs)
-        self.block_bytes = sum(r.nbytes for r in runs)
-        self.slot = slot_bytes(self.block_bytes)
-        self.blocks = min(r.blocks for r in runs)
-        parts = [n for r in runs for n in (r.start, r.stride, r.nbytes)]
-        divisor = math.gcd(*parts, 8)
-        self.word_bytes, self.word = next(w for w in _WORDS if w[0] == divisor)
-        self.combs: list[_Comb] = []
-        first = 0
-        while runs:
-            teeth = _teeth(runs)
-            self.combs.append(self._comb(runs[:teeth], first))
-            first += teeth * runs[0].nbytes // self.word_bytes
-            runs = runs[teeth:]
-
-    def _comb(self, runs: Sequence[_Run], first: int) -> _Comb:
-        words = [n // self.word_bytes for n in (runs[0].start, runs[0].stride, runs[0].nbytes)]
-        shape, strides = [runs[0].blocks, words[2]], [words[1], 1]
-        if len(runs) > 1:
-            shape.insert(1, len(runs))
-            strides.insert(1, (runs[1].start - runs[0].start) // self.word_bytes)
-        view = torch.empty(0, dtype=self.word, device=self.device)
-        view.set_(runs[0].storage, words[0], tuple(shape), tuple(strides))
-        return _Comb(view, first)
-
-    def rows(self, extent: torch.Tensor, stride: int, count: int) -> torch.Tensor:
-        """word[count, words per block] over uint8 memory, `stride` bytes apart."""
-        typed = extent[: extent.numel() // self.word_bytes * self.word_bytes].view(self.word)
-        shape = (count, self.block_bytes // self.word_bytes)
-        return typed.as_strided(shape, (stride // self.word_bytes, 1), typed.storage_offset())
-
-    def collect(self, block_ids: NDArray[np.int64], rows: torch.Tensor) -> None:
-        """Fill rows with these blocks' bytes in slot order."""
-        ids = self._upload(block_ids)
-        for comb in self.combs:
-            torch.index_select(comb.view, 0, ids, out=comb.of(rows))
-
-    def spread(self, block_ids: NDArray[np.int64], rows: torch.Tensor) -> None:
-        """Write rows of slot bytes into the pages of these blocks."""
-        ids = self._upload(block_ids)
-        for comb in self.combs:
-            comb.view.index_copy_(0, ids, comb.of(rows))
-
-    def _upload(self, block_ids: NDArray[np.int64]) -> torch.Tensor:
-        ids = torch.from_numpy(block_ids)
-        if self.device.type == "cpu":
-            return ids
-        # Pinned, or the copy would wait for the host; torch keeps the memory until it has ended.
-        return ids.pin_memory().to(self.device, non_blocking=True)
-
-    def windows(self, arena: torch.Tensor) -> torch.Tensor:
-        """word[starts, words per block] over the arena: one (overlapping) row per legal offset."""
-        starts = (arena.numel() - self.block_bytes) // ARENA_ALIGN + 1
-        return self.rows(arena, ARENA_ALIGN, max(starts, 0))
-
-
-def _teeth(runs: Sequence[_Run]) -> int:
-    """How many runs from the front are one comb."""
-    first, teeth = runs[0], 1
-    for run in runs[1:]:
-        same = (
-            run.storage is first.storage
-            and (run.stride, run.nbytes, run.blocks) == (first.stride, first.nbytes, first.blocks)
-            and run.start - first.start == teeth * (runs[1].start - first.start)
-        )
-        if not same:
-            break
-        teeth += 1
-    return teeth
-
-
 class Pages:
     """Where the pages of every group lie, compiled; copies batches to and from the arena.
 
@@ -238,7 +116,7 @@ class Pages:
     """
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        self._groups: dict[int, _GroupPages] = {}
+        self._groups: dict[int, GroupPages] = {}
         self._signature: dict[str, Any] = {}
         for name in tensors:
             layout.index_of(name)
@@ -252,7 +130,7 @@ class Pages:
                 if group.reusable:
                     raise LayoutError(f"group {group.name!r}: no tensor holds its pages")
                 continue
-            pages = _compile(group.name, given)
+            pages = compile_group(group.name, given)
             if pages.block_bytes != group.block_bytes:
                 raise LayoutError(
                     f"group {group.name!r}: its tensors hold {pages.block_bytes} bytes per block, "
@@ -388,7 +266,7 @@ class Pages:
         block_ids: NDArray[np.int32],
         arena: torch.Tensor,
         offsets: NDArray[np.int64],
-    ) -> Iterator[tuple[Part, _GroupPages, bool]]:
+    ) -> Iterator[tuple[Part, GroupPages, bool]]:
         """Parts for host memory; with True where one can be copied in place, as rows of slots."""
         for whole in self.parts(groups, block_ids, offsets, arena.numel()):
             pages, runs = self._groups[whole.group], whole.runs()
@@ -402,7 +280,7 @@ class Pages:
 
 
 def _check(
-    pages: _GroupPages, block_ids: NDArray[np.int64], offsets: NDArray[np.int64], arena_bytes: int
+    pages: GroupPages, block_ids: NDArray[np.int64], offsets: NDArray[np.int64], arena_bytes: int
 ) -> None:
     """Refuse what would read or write outside the pages or the arena."""
     low, high = int(block_ids.min()), int(block_ids.max())
@@ -414,64 +292,6 @@ def _check(
             f"slots at {low}..{high} of {pages.block_bytes} bytes: offsets must be multiples of "
             f"{ARENA_ALIGN} inside an arena of {arena_bytes} bytes"
         )
-
-
-def _compile(name: str, tensors: Sequence[torch.Tensor]) -> _GroupPages:
-    """The fewest runs that cover the tensors' pages, in slot order."""
-    devices = {t.device for t in tensors}
-    if len(devices) > 1:
-        raise LayoutError(f"group {name!r}: its tensors are on {sorted(map(str, devices))}")
-    storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
-    found: list[tuple[int, int, _Run]] = []
-    for tensor in tensors:
-        raw = tensor.untyped_storage()
-        order, storage = storages.setdefault(raw.data_ptr(), (len(storages), raw))
-        found += [(order, r.start, r) for r in _runs_of(name, tensor, storage)]
-    found.sort(key=lambda item: item[:2])
-    runs: list[_Run] = []
-    for _, _, run in found:
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and last.storage is run.storage
-            and run.start < last.start + last.nbytes
-        ):
-            raise LayoutError(f"group {name!r}: two of its pages share bytes")
-        if last is not None and last.touches(run):
-            nbytes = last.nbytes + run.nbytes
-            runs[-1] = _Run(last.storage, last.start, last.stride, nbytes, last.blocks)
-        else:
-            runs.append(run)
-    if not runs:
-        raise LayoutError(f"group {name!r}: its tensors are empty")
-    return _GroupPages(runs, devices.pop())
-
-
-def _runs_of(name: str, tensor: torch.Tensor, storage: torch.UntypedStorage) -> list[_Run]:
-    """The runs of one tensor's page: its innermost dense part, repeated over the other dims."""
-    if tensor.dim() < 1 or tensor.numel() == 0:
-        return []
-    item = tensor.element_size()
-    dims = sorted(
-        (stride * item, size)
-        for stride, size in zip(tensor.stride()[1:], tensor.shape[1:], strict=True)
-        if size > 1
-    )
-    nbytes = item
-    starts = [int(tensor.storage_offset()) * item]
-    for stride, size in dims:
-        if len(starts) == 1 and stride == nbytes:
-            nbytes *= size
-        else:
-            starts = [start + i * stride for i in range(size) for start in starts]
-    stride = tensor.stride(0) * item
-    blocks = tensor.shape[0]
-    if blocks > 1 and stride < nbytes:
-        raise LayoutError(
-            f"group {name!r}: blocks are {stride} bytes apart but hold {nbytes} bytes in a row; "
-            "dim 0 of each tensor must be the block id"
-        )
-    return [_Run(storage, start, stride, nbytes, blocks) for start in starts]
 
 
 def _order(tensor: torch.Tensor) -> dict[str, Any]:

@@ -177,6 +177,35 @@ def test_pages_of_separate_layers_stay_one_run_a_layer() -> None:
     assert pages.runs == (3,)
 
 
+def test_layers_that_are_equally_far_apart_are_copied_in_one_call() -> None:
+    store = torch.zeros(5, 4, 2, 8)  # five layers of four blocks
+    apart = [torch.zeros(4, 2, 8) for _ in range(3)]
+    layout = Layout((full("together", 5 * 2 * 8 * 4), full("apart", 3 * 2 * 8 * 4)))
+    pages = Pages(layout, {"together": list(store), "apart": apart})
+    assert pages.runs == (5, 3)
+    assert pages.launches == (1, 3)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("nbytes", [16, 24, 4 << 20])
+def test_blocks_of_any_size_go_out_and_come_back_whole(nbytes: int, layers: int) -> None:
+    pool = torch.randint(0, 256, (layers, 3, nbytes), dtype=torch.uint8)
+    kept, pages = pool.clone(), Pages(Layout((full("g", nbytes * layers),)), {"g": list(pool)})
+    slot = slot_bytes(nbytes * layers)
+    arena = torch.zeros(4 * slot, dtype=torch.uint8)
+    rows = np.zeros(3, np.uint16), np.array([2, 0, 1], np.int32), np.array([3, 0, 1]) * slot
+    pages.gather(rows[0], rows[1], arena, rows[2])
+    pool.zero_()
+    pages.scatter(rows[0], rows[1], arena, rows[2])
+    assert torch.equal(pool, kept)
+
+
+def test_groups_on_two_devices_are_refused() -> None:
+    layout = Layout((full("g", 64), full("h", 64)))
+    with pytest.raises(LayoutError, match=r"'h'.*on meta.*before on cpu.*one device"):
+        Pages(layout, {"g": [torch.zeros(2, 16)], "h": [torch.zeros(2, 16, device="meta")]})
+
+
 def test_wrong_block_bytes_are_refused_with_both_numbers() -> None:
     with pytest.raises(LayoutError, match=r"hold 64 bytes per block.*block_bytes 63"):
         Pages(Layout((full("g", 63),)), {"g": [torch.zeros(2, 16)]})
