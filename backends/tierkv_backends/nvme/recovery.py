@@ -54,28 +54,23 @@ class Meta:
     epoch: int
 
     def pack(self) -> bytes:
-        """The file's bytes."""
-        return (
-            json.dumps(
-                {
-                    "format": FORMAT_VERSION,
-                    "namespace": self.namespace.hex(),
-                    "text": self.namespace_text,
-                    "rank": self.rank,
-                    "data_parallel_rank": self.data_parallel_rank,
-                    "epoch": self.epoch,
-                },
-                indent=1,
-            )
-            + "\n"
-        ).encode()
+        """The file's bytes. ``sum`` proves them: a wrong epoch brings back what was cleared."""
+        fields = {
+            "format": FORMAT_VERSION,
+            "namespace": self.namespace.hex(),
+            "text": self.namespace_text,
+            "rank": self.rank,
+            "data_parallel_rank": self.data_parallel_rank,
+            "epoch": self.epoch,
+        }
+        return (json.dumps({**fields, "sum": _sum_of(fields)}, indent=1) + "\n").encode()
 
     @classmethod
     def read_sync(cls, directory: Path) -> Meta | None:
         """None where there is none that this version can read."""
         try:
             data: Any = json.loads(read_file_sync(directory / META_NAME))
-            if data["format"] != FORMAT_VERSION:
+            if data["format"] != FORMAT_VERSION or data.pop("sum") != _sum_of(data):
                 return None
             return cls(
                 namespace=bytes.fromhex(data["namespace"]),
@@ -86,6 +81,11 @@ class Meta:
             )
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
+
+
+def _sum_of(fields: dict[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True)
+    return f"{xxhash.xxh3_64_intdigest(text.encode()):016x}"
 
 
 @dataclass(slots=True, kw_only=True)

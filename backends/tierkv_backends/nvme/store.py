@@ -256,6 +256,10 @@ def _open_owned_sync(
         )
     meta = Meta.read_sync(directory)
     if meta is None:
+        # It was there a moment ago, or the directory ib/backends/tierkv_backends/nvme/store.py. A new one over old segments would
+        # begin at the first epoch, and what was cleared since would be served again.
+        if (directory / META_NAME).exists() or quota.segment_paths_sync(directory):
+            raise StoreUnusableError(f"nvme store {directory}: {META_NAME} cannot be read now")
         meta = _meta_of(context)
         replace_sync(directory / META_NAME, meta.pack(), durable=False)
     for stale in (*directory.glob("*.tmp"), *directory.glob("probe-*")):

@@ -19,6 +19,7 @@ from tierkv.blocks import Keys, Outcome
 from tierkv.errors import StoreUnusableError
 from tierkv.registry import make_backend
 from tierkv.testing import load, make_batch, make_blocks, save, sizes
+from tierkv_backends.nvme import recovery
 
 Opened = Callable[..., Any]
 Killed = Callable[[Path], Path]
@@ -256,6 +257,34 @@ async def test_a_directory_that_is_deleted_under_an_open_store_fails_its_saves(
             outcomes = set((await save(backend, late)).values())
             assert outcomes <= {Outcome.FAILED, Outcome.DECLINED}
         assert set((await load(backend, sizes(late))).values()) == {Outcome.MISSING}
+
+
+@pytest.mark.parametrize("lie", ["gone", "another epoch"])
+async def test_what_was_cleared_stays_so_whatever_an_open_reads_of_the_epoch(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    """The second read of meta.json, by its owner: a new file or a flipped bit was epoch 1 again."""
+    async with opened(tmp_path) as backend:
+        await save(backend, BLOCKS)
+        await backend.clear()
+        await save(backend, make_blocks(1, [4096], first=70))
+    reads, real = 0, recovery.read_file_sync
+
+    def lying(path: Path) -> bytes:
+        nonlocal reads
+        reads += path.name == "meta.json"
+        if path.name != "meta.json" or reads != 2:
+            return real(path)
+        if lie == "gone":
+            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+        return real(path).replace(b'"epoch": 2', b'"epoch": 1')
+
+    monkeypatch.setattr(recovery, "read_file_sync", lying)
+    with pytest.raises(StoreUnusableError, match=r"meta\.json cannot be read now"):
+        async with opened(tmp_path):
+            pass
+    async with opened(tmp_path) as backend:
+        assert set((await load(backend, sizes(BLOCKS))).values()) == {Outcome.MISSING}
 
 
 async def test_a_snapshot_that_cannot_be_written_costs_nothing(
