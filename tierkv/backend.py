@@ -25,24 +25,33 @@ the example to copy.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import enum
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from concurrent.futures import Executor, Future
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.blocks import Keys
+from tierkv.outside import BlockPlace as BlockPlace
+from tierkv.outside import CorruptBlock as CorruptBlock
+from tierkv.outside import Evicted as Evicted
+from tierkv.outside import Eviction as Eviction
+from tierkv.outside import GroupHoldings as GroupHoldings
+from tierkv.outside import Inspection as Inspection
+from tierkv.outside import Skipped as Skipped
+from tierkv.outside import StorePart as StorePart
+from tierkv.outside import SupportsEvict as SupportsEvict
+from tierkv.outside import SupportsInspect as SupportsInspect
+from tierkv.outside import SupportsVerify as SupportsVerify
+from tierkv.outside import Verification as Verification
 from tierkv.record import Records
+from tierkv.threads import finish as finish
+from tierkv.threads import finished as finished
+from tierkv.threads import in_thread as in_thread
 from tierkv.urls import TierURL
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 Outcomes = NDArray[np.uint8]
 """uint8[n] of `tierkv.blocks.Outcome`, one per key of the batch, in order."""
@@ -184,74 +193,32 @@ class Backend(ABC):
         """What is held right now."""
 
 
-async def finish(work: Awaitable[_T]) -> _T:
-    """Await `work` to its end even when cancelled, and only then let the cancellation out.
+Seal = Callable[[BlockBatch], None]
+"""Makes `batch.records` of a batch, or of a part of it. Reads every byte: in a thread."""
 
-    For what works in a caller's buffers from a thread: `await finish(asyncio.to_thread(copy))`.
-    A plain await would return at once and leave the thread writing. However often it is
-    cancelled, it waits; an exception of `work` is raised in place of the cancellation.
-    """
-    result, cancelled = await finished(work)
-    if cancelled:
-        raise asyncio.CancelledError
-    return result
+Prove = Callable[[BlockBatch], NDArray[np.bool_]]
+"""bool[n]: which blocks of a batch, or of a part of it, are right. In a thread, too."""
 
 
-async def finished(work: Awaitable[_T]) -> tuple[_T, bool]:
-    """`finish` for who has something to note first: the result, and whether to raise then."""
-    task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
-    cancelled = False
-    while not task.done():
-        waiter = loop.create_future()
-        task.add_done_callback(partial(_wake, waiter))
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            cancelled = True
-    return task.result(), cancelled
+@runtime_checkable
+class SupportsInlineProof(Protocol):
+    """Has blocks sealed and proven in the threads that move them, in one trip instead of two."""
 
+    async def write_sealing(self, batch: BlockBatch, seal: Seal) -> Outcomes:
+        """`write`, but `batch.records` are blank until the backend calls `seal` with each part.
 
-def _wake(waiter: asyncio.Future[None], _: object) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        It does so in a thread before records or payload of the part are stored. The stored length
+        of each block is `batch.nbytes`.
+        """
+        ...
 
+    async def read_proving(self, batch: BlockBatch, prove: Prove) -> Outcomes:
+        """`read`, but what was read is CORRUPT unless `prove` says it is right.
 
-def in_thread(
-    pool: Executor, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-) -> asyncio.Future[_T]:
-    """Run `function` in the pool, for half of what `run_in_executor` costs.
-
-    Like there, cancelling the future does not stop the thread: await it through `finish`. If the
-    pool is shut down before the function began, the future is cancelled.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def work() -> None:
-        try:
-            end: Callable[[], None] = partial(_set_result, future, function(*args, **kwargs))
-        except BaseException as exc:  # noqa: BLE001 - it goes to whoever awaits the future
-            end = partial(_set_exception, future, exc)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
-            loop.call_soon_threadsafe(end)
-
-    def ended(submitted: Future[None]) -> None:
-        if submitted.cancelled():
-            future.cancel()
-
-    pool.submit(work).add_done_callback(ended)
-    return future
-
-
-def _set_result(future: asyncio.Future[_T], result: _T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[_T], exc: BaseException) -> None:
-    if not future.done():
-        future.set_exception(exc)
+        `prove` is called in a thread with payload and records in place, once for every block that
+        ends DONE or CORRUPT.
+        """
+        ...
 
 
 @runtime_checkable
@@ -276,56 +243,121 @@ class SupportsLengths(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorruptBlock:
-    """One block that `SupportsVerify.verify` could not prove.
+@runtime_checkable
+class SupportsProbe(Protocol):
+    """Which of several ways a backend would take can be asked before it is open."""
 
-    namespace: the directory, prefix or name it was found under. group, hash_hex: its key.
-    where: file and byte offset, or what the backend calls a place. reason: in words.
+    async def probe(self) -> dict[str, str]:
+        """`mode`: the way an `open` would take. `reason`: why that one. By `tierkv doctor`.
+
+        Called on a backend that is made from a URL but not open, where its directory is there.
+        Leaves nothing behind.
+        """
+        ...
+
+
+class DevicePath(enum.StrEnum):
+    """How blocks get from a GPU's memory to a tier."""
+
+    DIRECT = "direct"
+    """Past host memory, on the stream that their owner names."""
+    BOUNCE = "bounce"
+    """Through host memory of a library's own. The arena is no slower, and waits for no stream."""
+    NONE = "none"
+    """Through the arena only."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A stretch of GPU memory, valid in the process that opened the backend.
+
+    base, base_nbytes: the allocation, as it was registered. stream: raw handle of the CUDA stream
+        on which it is read and written; 0 is the default stream. start: where the stretch begins.
+        length: its bytes; None: all from `start`. ``memory[a:b]`` is a part of it, as of a
+        memoryview.
     """
 
-    namespace: str
-    group: int
-    hash_hex: str
-    where: str
-    reason: str
+    base: int
+    base_nbytes: int
+    stream: int = 0
+    start: int = 0
+    length: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stretch."""
+        return self.base_nbytes - self.start if self.length is None else self.length
+
+    @property
+    def address(self) -> int:
+        """Where the stretch begins, as a device pointer."""
+        return self.base + self.start
+
+    def __getitem__(self, part: slice) -> DeviceMemory:
+        first, last, step = part.indices(self.nbytes)
+        if step != 1:
+            raise ValueError("a part of device memory has no step")
+        length = max(last - first, 0)
+        return DeviceMemory(self.base, self.base_nbytes, self.stream, self.start + first, length)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """What `SupportsVerify.verify` did not read, though it belongs to the store.
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch:
+    """A `BlockBatch` whose slots lie in device memory: the same columns, the same rules.
 
-    directory: the directory or prefix that it lies in. reason: in words, with the file where it
-    is only one.
+    arena: the staging memory; offsets count from its first byte and are multiples of 4096, and
+        every slot is `slot_bytes(nbytes)` long.
     """
 
-    directory: str
-    reason: str
+    keys: Keys
+    records: Records
+    arena: DeviceMemory
+    offsets: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
 
+    def __len__(self) -> int:
+        return len(self.keys)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """What reading a whole store showed.
-
-    blocks, payload_bytes: what was read and either proven or found `corrupt`. skipped: what was
-    not read, so that nothing is known of it. A store is sound where both are empty.
-    """
-
-    blocks: int
-    payload_bytes: int
-    corrupt: tuple[CorruptBlock, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
+    def take(self, rows: NDArray[np.intp]) -> DeviceBatch:
+        """The blocks at positions `rows`. `records` is a copy: write results back yourself."""
+        return DeviceBatch(
+            self.keys.take(rows),
+            self.records[rows],
+            self.arena,
+            self.offsets[rows],
+            self.nbytes[rows],
+        )
 
 
 @runtime_checkable
-class SupportsVerify(Protocol):
-    """The store behind a URL can be read from outside, by `tierkv verify`."""
+class SupportsDeviceIO(Protocol):
+    """Blocks can go between a GPU's memory and the tier without passing the arena.
 
-    async def verify(self, progress: Callable[[int, int], None]) -> Verification:
-        """Read every published block of every namespace and prove it. Changes nothing.
+    For the process that owns the GPU memory, which opens the backend itself: a pointer means
+    nothing in a keeper. Checksums are the caller's: they are made where the bytes are, before
+    `write_device` and after `read_device`.
+    """
 
-        Called on a backend that is made from a URL but not open. `progress(done, total)` counts
-        payload bytes and is called on the loop. What cannot be read is listed in `skipped`. Raises
-        `StoreError` where there is no store of this kind. Cancellation leaves nothing behind.
+    @property
+    def device_path(self) -> DevicePath:
+        """What `open` found. Where it is not ``direct``, the arena is the better way."""
+        ...
+
+    async def register_device(self, memory: DeviceMemory) -> None:
+        """Map a staging allocation once, for many transfers. `StoreError` where it cannot."""
+        ...
+
+    async def unregister_device(self, memory: DeviceMemory) -> None:
+        """Undo that, before the memory is freed. No transfer may be under way."""
+        ...
+
+    async def write_device(self, batch: DeviceBatch) -> Outcomes:
+        """As `Backend.write`. What lies in the slots was put there on the batch's stream.
+
+        Cancelled or not: when this ends, neither a thread nor the device reads the slots.
         """
+        ...
+
+    async def read_device(self, batch: DeviceBatch) -> Outcomes:
+        """As `Backend.read`. The bytes are there for everyone when this ends."""
         ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,44 +18,38 @@ from tierkv.backend import (
     BackendContext,
     BlockBatch,
     Outcomes,
+    Prove,
+    Seal,
     Usage,
     Verification,
     finish,
     in_thread,
 )
-from tierkv.blocks import HASH_BYTES, Keys, Outcome
-from tierkv.errors import StoreBusyError, StoreError, StoreUnusableError
+from tierkv.blocks import Keys, Outcome
+from tierkv.errors import StoreError, StoreUnusableError
 from tierkv.urls import TierURL
 from tierkv_backends.nvme import quota
 from tierkv_backends.nvme.assemble import Assembled, assemble_sync, snapshot_of
 from tierkv_backends.nvme.counters import Counters
-from tierkv_backends.nvme.format import largest_block
+from tierkv_backends.nvme.engine import Engine
+from tierkv_backends.nvme.inspection import FromOutside
 from tierkv_backends.nvme.options import Options
-from tierkv_backends.nvme.space import Lane, Space
-from tierkv_backends.nvme.store import Store, open_sync, unusable
-from tierkv_backends.nvme.table import Segment, State, Table, by_segment
+from tierkv_backends.nvme.space import Space
+from tierkv_backends.nvme.store import Store, engine_sync, open_sync, unusable
+from tierkv_backends.nvme.table import Segment, Table, by_segment
 from tierkv_backends.nvme.transfer import (
     ReadDone,
     ReadPart,
-    WriteRun,
-    Written,
     fill_records,
-    is_aligned,
-    plan_extents,
     read_part_sync,
-    rows_of,
     split_part,
-    write_run_sync,
 )
 from tierkv_backends.nvme.verify import verify_root_sync
+from tierkv_backends.nvme.writing import Writer, aligned
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-RUN_EXTENTS: Final = 2
-"""Extents that one trip to a thread writes: 16 MiB, some 10 ms of a fast disk, so that the trip
-costs nothing and a cancelled write ends soon."""
 
 SPLIT_BYTES: Final = 512 << 10
 """Reads of less than this stay in one thread: a trip costs as much as reading 64 KiB."""
@@ -69,13 +62,14 @@ CLOSE_WAIT_S: Final = 5.0
 """How long `close` waits for a write under way. A disk that works ends one in milliseconds."""
 
 
-class NvmeBackend(Backend):
+class NvmeBackend(FromOutside, Backend):
     """``nvme:///DIR?capacity=500GiB``: log-structured segments on a local disk.
 
     Options: `capacity`, hard quota of DIR in physical bytes (default: a fifth of what is free);
     `segment`, bytes of a segment file (default 256MiB); `direct`, ``auto``, ``on`` or ``off``;
-    `threads`, size of the I/O pool (default 4). See `tierkv_backends.nvme.format` for what lies
-    on media, and `tierkv_backends.nvme.space` for how room is made.
+    `threads`, size of the I/O pool (default 4); `engine`, ``threads`` or ``kvikio``. See
+    `tierkv_backends.nvme.format` for what lies on media, and `tierkv_backends.nvme.space` for how
+    room is made.
     """
 
     scheme = "nvme"
@@ -89,6 +83,7 @@ class NvmeBackend(Backend):
         self._table = Table()
         self._reads = 0
         self._space: Space | None = None
+        self._writer: Writer | None = None
         self._ending = asyncio.Lock()
 
     @classmethod
@@ -115,12 +110,29 @@ class NvmeBackend(Backend):
             raise
 
     async def _take_over(self, context: BackendContext) -> None:
-        store, recovered = await self._run(open_sync, self._options, context)
+        engine = await self._run(self._engine_sync)
+        try:
+            store, recovered = await self._run(open_sync, self._options, context, engine)
+        except BaseException:
+            engine.close_sync()
+            raise
         self._opened = store
         assembled: Assembled = await self._run(assemble_sync, store, recovered)
         self._table = assembled.table
         self._space = Space(store, assembled, self._counters, run=self._run, retire=context.retire)
         self._space.sequence = recovered.sequence
+        self._writer = Writer(
+            store,
+            self._space,
+            self._table,
+            self._counters,
+            transfer=self._transfer,
+            is_open=lambda store: self._opened is store,
+        )
+
+    def _engine_sync(self) -> Engine:
+        """Who moves payload."""
+        return engine_sync(self._options)
 
     async def close(self) -> None:
         """Leave a snapshot behind and give everything back.
@@ -133,7 +145,7 @@ class NvmeBackend(Backend):
 
     async def _close(self) -> None:
         store, space = self._opened, self._space
-        self._opened = self._space = None
+        self._opened = self._space = self._writer = None
         if space is not None:
             await space.close(CLOSE_WAIT_S)
         idle = space is None or await self._is_idle(space)
@@ -177,6 +189,11 @@ class NvmeBackend(Backend):
             raise StoreError(f"nvme store {self._options.root} is not open")
         return self._opened, self._space
 
+    def _writing(self) -> Writer:
+        self._live()
+        assert self._writer is not None  # it comes and goes with the store
+        return self._writer
+
     # Writing. ----------------------------------------------------------------------------------
 
     async def write(self, batch: BlockBatch) -> Outcomes:
@@ -185,130 +202,13 @@ class NvmeBackend(Backend):
         DONE means readable after SIGKILL. Blocks are coalesced into extents; writes that overlap
         go into different segments.
         """
-        store, space = self._live()
-        epoch = store.meta.epoch
-        outcomes = np.full(len(batch), Outcome.DONE, np.uint8)
-        async with space.lane() as lane:
-            left = self._unwritten(batch.keys)
-            self._counters.bytes_asked += int(batch.records["stored_bytes"][left].sum())
-            left = self._declined_if_too_large(batch, left, outcomes)
-            while len(left):
-                if self._opened is not store or store.meta.epoch != epoch:
-                    outcomes[left] = Outcome.DECLINED
-                    break
-                left = await self._write_some(store, space, lane, batch, left, outcomes)
-        self._counters.blocks_declined += int((outcomes == Outcome.DECLINED).sum())
-        return outcomes
-
-    def _unwritten(self, keys: Keys) -> NDArray[np.intp]:
-        """Positions of keys that are nowhere, or in a segment that is about to go."""
-        places = self._table.find(keys)
-        unwritten = places < 0
-        for number, positions, _ in by_segment(places):
-            if self._table.segments[number].state is State.RETIRING:
-                unwritten[positions] = True
-        return np.flatnonzero(unwritten)
-
-    def _declined_if_too_large(
-        self, batch: BlockBatch, left: NDArray[np.intp], outcomes: Outcomes
-    ) -> NDArray[np.intp]:
-        """Decline blocks that no segment can hold; `open` refused such layouts already."""
-        fits = batch.records["stored_bytes"][left] <= largest_block(self._options.segment_bytes)
-        outcomes[left[~fits]] = Outcome.DECLINED
-        return left[fits]
-
-    async def _write_some(
-        self,
-        store: Store,
-        space: Space,
-        lane: Lane,
-        batch: BlockBatch,
-        left: NDArray[np.intp],
-        outcomes: Outcomes,
-    ) -> NDArray[np.intp]:
-        """Write as many blocks as one run and segment take; the positions still to be written."""
-        try:
-            segment = await space.room(lane, int(batch.records["stored_bytes"][left[0]]))
-        except StoreBusyError as exc:
-            log.warning("nvme: no segment could be made: %s", exc)
-            segment = None
-        except OSError as exc:
-            return self._failed(store, left, outcomes, exc)
-        if segment is None:
-            outcomes[left] = Outcome.DECLINED
-            return left[:0]
-        sizes = batch.records["stored_bytes"][left].astype(np.int64)
-        padded = -(-sizes // segment.alignment) * segment.alignment
-        extents = plan_extents(padded, segment, RUN_EXTENTS)
-        planned = extents[-1].last
-        some = batch.take(left[:planned])
-        run = WriteRun(
-            path=segment.path,
-            generation=segment.generation,
-            sequence=space.take_sequence(len(extents)),
-            nonce=store.nonce,
-            link=segment.link,
-            extents=extents,
-            hashes=some.keys.hashes,
-            rows=rows_of(some, padded[:planned], extents),
-            slots=some.offsets.tolist(),
-            padded=padded[:planned].tolist(),
+        return await self._writing().write(
+            batch, batch.records["stored_bytes"].astype(np.int64), None
         )
-        direct = store.direct(segment) and self._aligned(store, batch)
-        done = await finish(self._write_run(store, space, lane, segment, run, batch.arena, direct))
-        if done.error is not None:
-            published = extents[done.extents - 1].last if done.extents else 0
-            return self._failed(store, left[published:], outcomes, done.error)
-        return left[planned:]
 
-    def _failed(
-        self, store: Store, left: NDArray[np.intp], outcomes: Outcomes, error: OSError
-    ) -> NDArray[np.intp]:
-        """What is left cannot be written; nothing is left then."""
-        self._counters.write_errors += 1
-        log.warning("nvme: writing to %s failed: %s", store.directory, error)
-        outcomes[left] = Outcome.FAILED
-        return left[:0]
-
-    async def _write_run(
-        self,
-        store: Store,
-        space: Space,
-        lane: Lane,
-        segment: Segment,
-        run: WriteRun,
-        arena: memoryview,
-        direct: bool,
-    ) -> Written:
-        """Write extents and publish those that are in place. Not to be cancelled half-way."""
-        written: Written = await self._transfer(
-            partial(write_run_sync, store.files, run, arena, direct=direct)
-        )
-        if self._opened is not store:  # it hung, and we were closed: the next open finds it
-            return Written(link=0, error=OSError(errno.ESHUTDOWN, "closed while it hung"))
-        if written.extents:
-            last = run.extents[written.extents - 1]
-            self._table.publish(
-                segment, run.hashes[: last.last * HASH_BYTES], run.rows[: last.last]
-            )
-            segment.end = last.start + last.nbytes
-            segment.link = written.link
-        self._table.touch(segment)
-        self._counters.bytes_written += written.nbytes
-        if isinstance(written.error, FileNotFoundError):
-            await space.drop(segment)
-        elif written.torn:
-            await space.seal(lane)  # what lies behind its end is not known
-        return written
-
-    def _aligned(self, store: Store, batch: BlockBatch) -> bool:
-        """Whether the arena is fit for direct I/O; counted and said once where it is not."""
-        if is_aligned(batch, store.files.mode.memory_alignment):
-            return True
-        if not self._counters.unaligned_batches:
-            log.warning("nvme: the arena is not aligned for direct I/O; buffered for such batches")
-        self._counters.unaligned_batches += 1
-        return False
+    async def write_sealing(self, batch: BlockBatch, seal: Seal) -> Outcomes:
+        """`write` of blocks that are sealed in the thread that writes them."""
+        return await self._writing().write(batch, batch.nbytes, seal)
 
     # Reading. ----------------------------------------------------------------------------------
 
@@ -317,6 +217,13 @@ class NvmeBackend(Backend):
 
         Neighbours on media share a system call; batches of some size are spread over the threads.
         """
+        return await self._read(batch, None)
+
+    async def read_proving(self, batch: BlockBatch, prove: Prove) -> Outcomes:
+        """`read`, and CORRUPT where a block is not proven in the thread that read it."""
+        return await self._read(batch, prove)
+
+    async def _read(self, batch: BlockBatch, prove: Prove | None) -> Outcomes:
         store, space = self._live()
         epoch = store.meta.epoch
         outcomes = np.full(len(batch), Outcome.MISSING, np.uint8)
@@ -330,7 +237,7 @@ class NvmeBackend(Backend):
             segment.readers += 1
         self._reads += 1
         try:
-            done = await self._read_parts(store, batch, parts)
+            done = await self._read_parts(store, batch, parts, prove)
         finally:
             self._reads -= 1
             for segment, _ in parts:
@@ -375,18 +282,28 @@ class NvmeBackend(Backend):
         return list(split_part(part, pieces)) if pieces > 1 else [part]
 
     async def _read_parts(
-        self, store: Store, batch: BlockBatch, parts: list[tuple[Segment, ReadPart]]
+        self,
+        store: Store,
+        batch: BlockBatch,
+        parts: list[tuple[Segment, ReadPart]],
+        prove: Prove | None,
     ) -> list[ReadDone]:
         if not parts:
             await asyncio.sleep(0)  # a caller that asks in a loop lets others run
             return []
-        aligned = self._aligned(store, batch)
+        fit = aligned(store, self._counters, batch)
         jobs = [
-            self._transfer(partial(read_part_sync, store.files, part, batch, direct=direct))
-            for part, direct in ((p, aligned and store.direct(s)) for s, p in parts)
+            self._transfer(partial(read_part_sync, store.files, part, batch, prove, direct=direct))
+            for part, direct in ((p, fit and store.direct(s)) for s, p in parts)
         ]
+        if len(jobs) == 1:
+            return [await finish(jobs[0])]
         # All of them, before anyone's buffer is given back.
-        return list(await finish(asyncio.gather(*jobs)))
+        done = await finish(asyncio.gather(*jobs, return_exceptions=True))
+        for one in done:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in done if not isinstance(one, BaseException)]
 
     async def _note(
         self, space: Space, batch: BlockBatch, segment: Segment, part: ReadPart, result: ReadDone
@@ -462,11 +379,12 @@ class NvmeBackend(Backend):
             physical_bytes=physical,
             capacity_bytes=store.capacity_bytes,
             modes={
-                "io": "threads",
+                "io": store.files.engine.name,
                 "threads": str(self._options.threads),
                 "direct": "yes" if mode.enabled else f"no ({mode.reason})",
                 "alignment": str(mode.alignment),
-            },
+            }
+            | store.files.engine.modes(),
             counters=asdict(self._counters) | {"direct_fallbacks": store.files.direct_fallbacks},
         )
 

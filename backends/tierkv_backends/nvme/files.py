@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from tierkv_backends.nvme.direct import DirectMode, aligned_buffer
+from tierkv_backends.nvme.engine import Engine, Memory
+from tierkv_backends.nvme.format import MIN_ALIGNMENT
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +41,43 @@ class _Open:
     users: int = 0
 
 
+class Threads:
+    """The engine of nvme: vectored calls in whichever thread asks for them."""
+
+    name = "threads"
+    alignment = MIN_ALIGNMENT
+
+    def write_all_sync(self, fd: int, buffers: Sequence[Memory], offset: int) -> int:
+        """See `write_all_sync` of the module."""
+        return write_all_sync(fd, buffers, offset)  # type: ignore[arg-type]  # no GPU's here
+
+    def read_into_sync(self, fd: int, buffers: Sequence[Memory], offset: int) -> int:
+        """See `read_into_sync` of the module."""
+        return read_into_sync(fd, buffers, offset)  # type: ignore[arg-type]
+
+    def forget_sync(self, fd: int) -> None:
+        """Nothing is held."""
+
+    def close_sync(self) -> None:
+        """Nothing is held."""
+
+    def modes(self) -> dict[str, str]:
+        """Nothing more to say."""
+        return {}
+
+
+THREADS: Final = Threads()
+
+
 class Files:
     """Open segment files, shared by the pool's threads, and the I/O mode in force.
 
     A descriptor is closed only when nobody uses it, and then at the latest by `close_sync`.
     """
 
-    def __init__(self, mode: DirectMode) -> None:
+    def __init__(self, mode: DirectMode, engine: Engine = THREADS) -> None:
         self.mode = mode
+        self.engine = engine
         self.direct_fallbacks = 0
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[Path, bool], _Open] = OrderedDict()
@@ -77,7 +108,7 @@ class Files:
                 entry = self._open.get((path, direct))
                 if entry is not None and entry.users == 0:
                     del self._open[path, direct]
-                    close_fd_sync(entry.fd)
+                    self._close_sync(entry.fd)
 
     def refuse_direct(self, reason: str) -> None:
         """Direct I/O was promised and does not work: buffered from now on, said once."""
@@ -98,6 +129,7 @@ class Files:
         with self._lock:
             self._closed = True
             self._trim_sync()
+        self.engine.close_sync()
 
     def _trim_sync(self) -> None:
         keep = 0 if self._closed else MAX_DESCRIPTORS
@@ -108,7 +140,11 @@ class Files:
                 break
             if entry.users == 0:
                 del self._open[key]
-                close_fd_sync(entry.fd)
+                self._close_sync(entry.fd)
+
+    def _close_sync(self, fd: int) -> None:
+        self.engine.forget_sync(fd)
+        close_fd_sync(fd)
 
 
 def close_fd_sync(fd: int) -> None:

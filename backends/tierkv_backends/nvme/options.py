@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from tierkv.errors import ConfigError
 from tierkv.urls import TierURL, nearest, parse_size
@@ -18,6 +18,8 @@ MAX_THREADS: Final = 64
 FREE_SHARE: Final = 0.2
 """Share of the free space that a root takes where no capacity is given."""
 
+_E = TypeVar("_E", bound=enum.StrEnum)
+
 
 class Direct(enum.StrEnum):
     """Whether the page cache is passed by."""
@@ -25,6 +27,13 @@ class Direct(enum.StrEnum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
+
+
+class EngineName(enum.StrEnum):
+    """Who moves payload between memory and segments."""
+
+    THREADS = "threads"
+    KVIKIO = "kvikio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,7 @@ class Options:
     segment_bytes: size of a segment file.
     direct: O_DIRECT where it works, always (open fails without), or never.
     threads: size of the I/O pool.
+    engine: vectored calls of the pool's threads, or kvikio (`tierkv_backends.gds.engine`).
     """
 
     root: Path
@@ -43,11 +53,13 @@ class Options:
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     direct: Direct = Direct.AUTO
     threads: int = 4
+    engine: EngineName = EngineName.THREADS
 
     @classmethod
-    def parse(cls, url: TierURL) -> Options:
+    def parse(cls, url: TierURL, *, engine_is_an_option: bool = True) -> Options:
         """`ConfigError` names what is wrong in `url` and what to write instead."""
-        given = url.take(("capacity", "segment", "direct", "threads"))
+        choice = ("engine",) if engine_is_an_option else ()
+        given = url.take(("capacity", "segment", "direct", "threads", *choice))
         where = f"tier URL {url.text!r}"
         if url.host or not url.path.startswith("/"):
             raise ConfigError(f"{where}: write an absolute path, like nvme:///mnt/kv")
@@ -58,8 +70,9 @@ class Options:
                 None if capacity is None else parse_size(capacity, f"{where}: capacity")
             ),
             segment_bytes=_segment(given.get("segment"), where),
-            direct=_direct(given.get("direct", "auto"), where),
+            direct=_one_of(Direct, "direct", given.get("direct", "auto"), where),
             threads=_threads(given.get("threads", "4"), where),
+            engine=_one_of(EngineName, "engine", given.get("engine", "threads"), where),
         )
 
 
@@ -74,13 +87,13 @@ def _segment(text: str | None, where: str) -> int:
     return nbytes
 
 
-def _direct(text: str, where: str) -> Direct:
+def _one_of(choices: type[_E], option: str, text: str, where: str) -> _E:
     try:
-        return Direct(text)
+        return choices(text)
     except ValueError:
-        known = [str(d) for d in Direct]
+        known = [str(choice) for choice in choices]
         raise ConfigError(
-            f"{where}: direct={text}{nearest(text, known)}; write one of {', '.join(known)}"
+            f"{where}: {option}={text}{nearest(text, known)}; write one of {', '.join(known)}"
         ) from None
 
 

@@ -57,7 +57,7 @@ def survey_sync(root: Path, own: Path) -> list[Share]:
     """The books of `root`. `own` counts as live; its lock is ours."""
     shares = []
     for directory in directories_sync(root):
-        segments = tuple(_stats_sync(segment_paths_sync(directory)))
+        segments = tuple(stats_sync(segment_paths_sync(directory)))
         live = directory == own or is_owned_sync(directory)
         if live or segments:
             shares.append(Share(directory=directory, live=live, segments=segments))
@@ -66,7 +66,8 @@ def survey_sync(root: Path, own: Path) -> list[Share]:
     return shares
 
 
-def _stats_sync(paths: Iterable[Path]) -> Iterable[tuple[float, int, Path]]:
+def stats_sync(paths: Iterable[Path]) -> Iterable[tuple[float, int, Path]]:
+    """(last use in s, bytes, path) of each file that is there."""
     for path in paths:
         try:
             stat = path.stat()
@@ -82,7 +83,7 @@ def physical_bytes_sync(root: Path) -> int:
     return sum(
         nbytes
         for directory in directories_sync(root)
-        for _, nbytes, _ in _stats_sync(segment_paths_sync(directory))
+        for _, nbytes, _ in stats_sync(segment_paths_sync(directory))
     )
 
 
@@ -167,7 +168,7 @@ def grow_sync(root: Path, path: Path, *, capacity: int, segment_bytes: int) -> b
         (segment for share in shares if not share.live for segment in share.segments), reverse=True
     )
     while total + segment_bytes > capacity:
-        total -= _delete_sync(victims.pop())
+        total -= delete_sync(victims.pop())
     while True:
         try:
             return _create_sync(path, segment_bytes)
@@ -175,7 +176,7 @@ def grow_sync(root: Path, path: Path, *, capacity: int, segment_bytes: int) -> b
             path.unlink(missing_ok=True)
             if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not victims:
                 raise
-            _delete_sync(victims.pop())
+            delete_sync(victims.pop())
 
 
 def _own(shares: Iterable[Share], own: Path) -> Share:
@@ -191,19 +192,25 @@ def _create_sync(path: Path, nbytes: int) -> bool:
     return True
 
 
-def _delete_sync(segment: tuple[float, int, Path]) -> int:
+def delete_sync(segment: tuple[float, int, Path]) -> int:
+    """Delete a segment of an owner that is gone, and its directory after the last. Its bytes."""
     _, nbytes, path = segment
     log.info("nvme: deleting %s of an owner that is gone, to make room", path)
     path.unlink(missing_ok=True)
-    directory = path.parent
-    if not segment_paths_sync(directory):
-        for name in (SNAPSHOT_NAME, META_NAME, LOCK_NAME):
-            (directory / name).unlink(missing_ok=True)
-        try:
-            directory.rmdir()
-        except OSError:  # something in it is not ours
-            log.info("nvme: %s holds more than our files and stays", directory)
+    remove_if_empty_sync(path.parent)
     return nbytes
+
+
+def remove_if_empty_sync(directory: Path) -> None:
+    """Remove the directory of an owner that is gone, where it has no segment."""
+    if segment_paths_sync(directory):
+        return
+    for name in (SNAPSHOT_NAME, META_NAME, LOCK_NAME):
+        (directory / name).unlink(missing_ok=True)
+    try:
+        directory.rmdir()
+    except OSError:  # something in it is not ours
+        log.info("nvme: %s holds more than our files and stays", directory)
 
 
 def excess_sync(root: Path, own: Path, *, capacity: int) -> int:
@@ -215,5 +222,5 @@ def excess_sync(root: Path, own: Path, *, capacity: int) -> int:
         (segment for share in shares if not share.live for segment in share.segments), reverse=True
     )
     while total > capacity and victims:
-        total -= _delete_sync(victims.pop())
+        total -= delete_sync(victims.pop())
     return max(_own(shares, own).nbytes - capacity // live, total - capacity)

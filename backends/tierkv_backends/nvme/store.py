@@ -17,7 +17,9 @@ from tierkv.backend import BackendContext
 from tierkv.errors import CapacityError, StoreUnusableError
 from tierkv_backends.nvme import quota
 from tierkv_backends.nvme.direct import DirectMode, probe_sync
+from tierkv_backends.nvme.engine import Engine
 from tierkv_backends.nvme.files import (
+    THREADS,
     Files,
     as_aligned,
     close_fd_sync,
@@ -34,7 +36,7 @@ from tierkv_backends.nvme.format import (
     round_up,
 )
 from tierkv_backends.nvme.lock import own_sync, root_lock_sync
-from tierkv_backends.nvme.options import Direct, Options
+from tierkv_backends.nvme.options import Direct, EngineName, Options
 from tierkv_backends.nvme.quota import META_NAME, SNAPSHOT_NAME
 from tierkv_backends.nvme.recovery import Meta, Recovered, recover_sync
 from tierkv_backends.nvme.table import Segment
@@ -195,7 +197,18 @@ class Store:
             close_fd_sync(self.lock_fd)
 
 
-def open_sync(options: Options, context: BackendContext) -> tuple[Store, Recovered]:
+def engine_sync(options: Options) -> Engine:
+    """The engine that `options` ask for. kvikio is loaded for that, and not otherwise."""
+    if options.engine is EngineName.THREADS:
+        return THREADS
+    from tierkv_backends.gds.backend import host_engine_sync
+
+    return host_engine_sync(options)
+
+
+def open_sync(
+    options: Options, context: BackendContext, engine: Engine = THREADS
+) -> tuple[Store, Recovered]:
     """Own the directory of this namespace and rank, and read what it holds.
 
     Raises `StoreError` or `ConfigError`, one line; nothing is held then.
@@ -208,7 +221,7 @@ def open_sync(options: Options, context: BackendContext) -> tuple[Store, Recover
             directory = _directory_sync(options.root, context)
             lock_fd = own_sync(directory)
         try:
-            return _open_owned_sync(options, context, directory, capacity, lock_fd)
+            return _open_owned_sync(options, context, engine, directory, capacity, lock_fd)
         except BaseException:
             close_fd_sync(lock_fd)
             raise
@@ -248,7 +261,12 @@ def check_block_bytes(options: Options, block_bytes: tuple[int, ...]) -> None:
 
 
 def _open_owned_sync(
-    options: Options, context: BackendContext, directory: Path, capacity: int, lock_fd: int
+    options: Options,
+    context: BackendContext,
+    engine: Engine,
+    directory: Path,
+    capacity: int,
+    lock_fd: int,
 ) -> tuple[Store, Recovered]:
     with root_lock_sync(options.root):
         quota.check_share_sync(
@@ -256,7 +274,7 @@ def _open_owned_sync(
         )
     meta = Meta.read_sync(directory)
     if meta is None:
-        # It was there a moment ago, or the directory ib/backends/tierkv_backends/nvme/store.py. A new one over old segments would
+        # It was there a moment ago, or the directory is new. A new one over old segments would
         # begin at the first epoch, and what was cleared since would be served again.
         if (directory / META_NAME).exists() or quota.segment_paths_sync(directory):
             raise StoreUnusableError(f"nvme store {directory}: {META_NAME} cannot be read now")
@@ -266,13 +284,14 @@ def _open_owned_sync(
         stale.unlink(missing_ok=True)
     recovered = recover_sync(directory, meta)
     mode = _probe_sync(options, directory, recovered)
+    mode = replace(mode, alignment=max(mode.alignment, engine.alignment))
     (directory / SNAPSHOT_NAME).unlink(missing_ok=True)
     store = Store(
         options=options,
         directory=directory,
         meta=meta,
         capacity_bytes=capacity,
-        files=Files(mode),
+        files=Files(mode, engine),
         lock_fd=lock_fd,
         nonce=secrets.randbits(64),
     )

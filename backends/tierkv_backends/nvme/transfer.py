@@ -7,17 +7,18 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.backend import BlockBatch, Outcomes
+from tierkv.backend import BlockBatch, DeviceMemory, Outcomes, Prove, Seal
 from tierkv.blocks import HASH_BYTES, Outcome
 from tierkv_backends.nvme.direct import aligned_buffer
-from tierkv_backends.nvme.files import MAX_VECTORS, Files, read_into_sync, write_all_sync
+from tierkv_backends.nvme.engine import Memory
+from tierkv_backends.nvme.files import MAX_VECTORS, Files, write_all_sync
 from tierkv_backends.nvme.format import (
     ENTRY_BYTES,
     PAGE,
@@ -40,6 +41,13 @@ EXTENT_BLOCKS: Final = 1000
 """Fewer than IOV_MAX, so that the payload of an extent is one system call."""
 
 
+GAP_BYTES: Final = 64 << 10
+"""Of this much between two blocks the disk has read sooner than it answers another call."""
+
+_SCRATCH: Final = memoryview(aligned_buffer(GAP_BYTES))
+"""Where gaps are read to, by all threads. Nobody reads it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """An extent to be written at `start`: the blocks `first` to `last` (not included) of a run."""
@@ -55,12 +63,12 @@ class Extent:
         return self.start + extent_header_bytes(self.last - self.first)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WriteRun:
     """Extents for one segment, one behind the other; the chain goes on from `link`.
 
-    hashes, rows: of all blocks, as they are published. slots: where in the arena they lie.
-    padded: their bytes on media.
+    batch: its blocks. padded: int64[n], their bytes on media. seal: makes the batch's records,
+    where they are not made yet. rows: of all blocks, as they are published; made with the records.
     """
 
     path: Path
@@ -69,10 +77,17 @@ class WriteRun:
     nonce: int
     link: int
     extents: Sequence[Extent]
-    hashes: bytes
-    rows: Rows
-    slots: list[int]
-    padded: list[int]
+    batch: BlockBatch
+    padded: NDArray[np.int64]
+    seal: Seal | None
+    rows: Rows = field(default_factory=lambda: np.empty(0, ROW_DTYPE))
+
+    def make_rows_sync(self) -> None:
+        """Have the blocks sealed; reads their payload."""
+        if self.seal is not None:
+            self.seal(self.batch)
+            self.seal = None
+        self.rows = rows_of(self.batch, self.padded, self.extents)
 
     def header(self, i: int, link: int) -> tuple[bytes, int]:
         """The header of extent i behind one with checksum `link`, and its own checksum."""
@@ -86,7 +101,10 @@ class WriteRun:
             start=extent.start,
             nbytes=extent.nbytes,
             n=b - a,
-        ).pack(join_entries(self.hashes[a * HASH_BYTES : b * HASH_BYTES], self.rows[a:b]))
+        ).pack(join_entries(self._hashes(a, b), self.rows[a:b]))
+
+    def _hashes(self, first: int, last: int) -> bytes:
+        return self.batch.keys.hashes[first * HASH_BYTES : last * HASH_BYTES]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,24 +165,37 @@ def is_aligned(batch: BlockBatch, alignment: int) -> bool:
     """Whether the arena starts where direct I/O may read and write it."""
     if not batch.arena.nbytes:
         return True
-    address = np.frombuffer(batch.arena, np.uint8).ctypes.data
+    arena: Memory = batch.arena
+    if isinstance(arena, DeviceMemory):
+        return arena.address % alignment == 0
+    address = np.frombuffer(arena, np.uint8).ctypes.data
     return address % alignment == 0
 
 
-def write_run_sync(files: Files, run: WriteRun, arena: memoryview, *, direct: bool) -> Written:
-    """Write extents, each payload before its header, until one fails."""
+def vectors(
+    arena: Memory, starts: NDArray[np.int64], nbytes: NDArray[np.int64]
+) -> Sequence[Memory]:
+    """Parts of the arena; neighbours in memory are one."""
+    cuts = np.flatnonzero(starts[1:] != starts[:-1] + nbytes[:-1]) + 1
+    firsts = [0, *cuts.tolist()]
+    begins = starts[firsts]
+    lengths = np.add.reduceat(nbytes, firsts)
+    return [arena[a : a + n] for a, n in zip(begins.tolist(), lengths.tolist(), strict=True)]
+
+
+def write_run_sync(files: Files, run: WriteRun, *, direct: bool) -> Written:
+    """Seal what is not sealed; write extents, each payload before its header, until one fails."""
     done = Written(link=run.link)
-    _go_on_sync(files, run, arena, done, direct=direct)
+    run.make_rows_sync()
+    _go_on_sync(files, run, done, direct=direct)
     if direct and done.error is not None and done.error.errno == errno.EINVAL and not done.torn:
         files.refuse_direct("a write answered EINVAL")
         done.error = None
-        _go_on_sync(files, run, arena, done, direct=False)
+        _go_on_sync(files, run, done, direct=False)
     return done
 
 
-def _go_on_sync(
-    files: Files, run: WriteRun, arena: memoryview, done: Written, *, direct: bool
-) -> None:
+def _go_on_sync(files: Files, run: WriteRun, done: Written, *, direct: bool) -> None:
     """Write what is not in place yet."""
     page = aligned_buffer(max(extent_header_bytes(e.last - e.first) for e in run.extents))
     try:
@@ -172,22 +203,21 @@ def _go_on_sync(
             if os.fstat(fd).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "the segment was deleted", str(run.path))
             while done.extents < len(run.extents):
-                _write_extent_sync(fd, run, arena, done, memoryview(page))
+                _write_extent_sync(files, fd, run, done, memoryview(page))
     except OSError as exc:
         # Its frames refer to `done` and the arena: a ring that would keep both until a collection.
         done.error = exc.with_traceback(None)
 
 
 def _write_extent_sync(
-    fd: int, run: WriteRun, arena: memoryview, done: Written, page: memoryview
+    files: Files, fd: int, run: WriteRun, done: Written, page: memoryview
 ) -> None:
     extent = run.extents[done.extents]
     blocks = slice(extent.first, extent.last)
-    pairs = zip(run.slots[blocks], run.padded[blocks], strict=True)
-    payload = [arena[a : a + n] for a, n in pairs]
+    payload = vectors(run.batch.arena, run.batch.offsets[blocks], run.padded[blocks])
     header, link = run.header(done.extents, done.link)
     page[: len(header)] = header
-    done.nbytes += write_all_sync(fd, payload, extent.payload_start)
+    done.nbytes += files.engine.write_all_sync(fd, payload, extent.payload_start)
     done.torn = True
     done.nbytes += write_all_sync(fd, [page[: len(header)]], extent.start)
     done.torn = False
@@ -216,61 +246,86 @@ class ReadDone:
     gone: bool = False
 
 
-def read_part_sync(files: Files, part: ReadPart, batch: BlockBatch, *, direct: bool) -> ReadDone:
-    """Fill the slots of a part. Neighbours on media share a system call."""
+def read_part_sync(
+    files: Files, part: ReadPart, batch: BlockBatch, prove: Prove | None, *, direct: bool
+) -> ReadDone:
+    """Fill the slots of a part and prove them. Neighbours on media share a system call."""
+    done = _read_sync(files, part, batch, direct=direct)
+    if prove is not None:
+        read = np.flatnonzero(done.outcomes == Outcome.DONE)
+        if len(read):
+            good = prove(batch.take(part.rows[read]))
+            done.outcomes[read[~good]] = Outcome.CORRUPT
+    return done
+
+
+def _read_sync(files: Files, part: ReadPart, batch: BlockBatch, *, direct: bool) -> ReadDone:
     done = ReadDone(outcomes=np.full(len(part.rows), Outcome.FAILED, np.uint8))
     try:
         with files.use_sync(part.path, direct=direct) as fd:
             if os.fstat(fd).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "deleted", str(part.path))
             for first, last in _runs(part):
-                _read_run_sync(fd, part, batch, slice(first, last), done.outcomes)
+                _read_run_sync(files, fd, part, batch, slice(first, last), done.outcomes)
     except FileNotFoundError:
         done.gone = True
         done.outcomes[:] = Outcome.MISSING
     except OSError as exc:
         if direct and exc.errno == errno.EINVAL:
             files.refuse_direct("a read answered EINVAL")
-            return read_part_sync(files, part, batch, direct=False)
+            return _read_sync(files, part, batch, direct=False)
         log.warning("nvme: reading %s failed: %s", part.path, exc)
     return done
 
 
 def _runs(part: ReadPart) -> Iterator[tuple[int, int]]:
-    starts, padded = part.starts.tolist(), part.padded.tolist()
-    first = total = 0
-    for i, (start, nbytes) in enumerate(zip(starts, padded, strict=True)):
-        joins = i > first and starts[i - 1] + padded[i - 1] == start
-        if i > first and not (joins and total + nbytes <= EXTENT_BYTES and i - first < MAX_VECTORS):
-            yield first, i
-            first, total = i, 0
-        total += nbytes
-    if starts:
-        yield first, len(starts)
+    """Blocks that are read together: with no more than `GAP_BYTES` of something else between."""
+    starts, ends = part.starts, part.starts + part.padded
+    cuts = np.flatnonzero(starts[1:] - ends[:-1] > GAP_BYTES) + 1
+    for first, last in itertools.pairwise([0, *cuts.tolist(), len(starts)]):
+        while first < last:
+            # Within EXTENT_BYTES, and a vector for each block and for each gap.
+            end = int(np.searchsorted(ends[first:last], starts[first] + EXTENT_BYTES, "right"))
+            end = first + min(max(end, 1), MAX_VECTORS // 2)
+            yield first, min(end, last)
+            first = min(end, last)
+
+
+def _buffers_of(part: ReadPart, batch: BlockBatch, run: slice) -> Sequence[Memory]:
+    """Where the blocks go, with room for what lies between them."""
+    starts, padded, slots = part.starts[run], part.padded[run], batch.offsets[part.rows[run]]
+    gaps = starts[1:] - starts[:-1] - padded[:-1]
+    if not gaps.any():
+        return vectors(batch.arena, slots, padded)
+    firsts = [0, *(np.flatnonzero(gaps) + 1).tolist()]
+    parts: list[Memory] = []
+    for a, b in itertools.pairwise([*firsts, len(slots)]):
+        if a:
+            parts.append(_SCRATCH[: int(gaps[a - 1])])
+        parts += vectors(batch.arena, slots[a:b], padded[a:b])
+    return parts
 
 
 def _read_run_sync(
-    fd: int, part: ReadPart, batch: BlockBatch, run: slice, outcomes: Outcomes
+    files: Files, fd: int, part: ReadPart, batch: BlockBatch, run: slice, outcomes: Outcomes
 ) -> None:
-    slots = batch.offsets[part.rows[run]].tolist()
-    padded = part.padded[run]
-    buffers = [batch.arena[a : a + n] for a, n in zip(slots, padded.tolist(), strict=True)]
+    buffers = _buffers_of(part, batch, run)
     start = int(part.starts[run.start])
     try:
-        got = read_into_sync(fd, buffers, start)
+        got = files.engine.read_into_sync(fd, buffers, start)
     except OSError as exc:
         if exc.errno == errno.EINVAL:
             raise
-        if len(buffers) == 1:
+        if run.stop - run.start == 1:
             log.warning(
                 "nvme: reading %d bytes at %d of %s: %s", buffers[0].nbytes, start, part.path, exc
             )
             return
         # One bad sector must not fail its neighbours.
         for i in range(run.start, run.stop):
-            _read_run_sync(fd, part, batch, slice(i, i + 1), outcomes)
+            _read_run_sync(files, fd, part, batch, slice(i, i + 1), outcomes)
         return
-    whole = np.cumsum(padded) <= got
+    whole = part.starts[run] + part.padded[run] - start <= got
     outcomes[run] = np.where(whole, Outcome.DONE, Outcome.MISSING)
 
 

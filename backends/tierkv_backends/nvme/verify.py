@@ -14,7 +14,7 @@ from tierkv.backend import CorruptBlock, Skipped, Verification
 from tierkv.blocks import Keys
 from tierkv.errors import StoreUnusableError
 from tierkv.record import blank, verify_sync
-from tierkv_backends.nvme.files import close_fd_sync
+from tierkv_backends.nvme.files import close_fd_sync, open_quiet_sync
 from tierkv_backends.nvme.format import ROW_DTYPE
 from tierkv_backends.nvme.lock import LOCK_NAME, owner_sync
 from tierkv_backends.nvme.quota import META_NAME, directories_sync, segment_paths_sync
@@ -29,14 +29,11 @@ def verify_root_sync(root: Path, progress: Callable[[int, int], None]) -> Verifi
     A directory that is read is locked meanwhile, so a process that wants to open it finds it busy.
     `StoreUnusableError` where `root` is no directory, holds no store or cannot be listed.
     """
-    if not root.is_dir():
-        what = "is a file, not a directory" if root.exists() else "there is no such directory"
-        raise StoreUnusableError(f"nvme store {root}: {what}")
     locks: list[int] = []
     skipped: list[Skipped] = []
     try:
         segments = [
-            one for path in _stores_sync(root) for one in _segments_sync(path, locks, skipped)
+            one for path in stores_sync(root) for one in _segments_sync(path, locks, skipped)
         ]
         total = sum(int(found.rows["stored_bytes"].sum()) for _, found in segments)
         progress(0, total)
@@ -60,8 +57,11 @@ def verify_root_sync(root: Path, progress: Callable[[int, int], None]) -> Verifi
     )
 
 
-def _stores_sync(root: Path) -> list[Path]:
+def stores_sync(root: Path) -> list[Path]:
     """Directories in `root` that are an owner's; `StoreUnusableError` where there is none."""
+    if not root.is_dir():
+        what = "is a file, not a directory" if root.exists() else "there is no such directory"
+        raise StoreUnusableError(f"nvme store {root}: {what}")
     stores = [
         path
         for path in directories_sync(root)
@@ -129,7 +129,7 @@ def _check_sync(namespace: str, found: Found) -> Iterator[tuple[int, list[Corrup
     """(payload bytes, corrupt blocks) of one batch of blocks after the other."""
     hashes = np.frombuffer(found.hashes, "V32")
     order = np.argsort(found.rows["offset"], kind="stable")
-    fd = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_quiet_sync(found.path)
     try:
         for at in range(0, len(order), _BATCH_BLOCKS):
             picked = order[at : at + _BATCH_BLOCKS]
