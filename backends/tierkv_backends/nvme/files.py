@@ -53,7 +53,7 @@ class Threads:
 
     def read_into_sync(self, fd: int, buffers: Sequence[Memory], offset: int) -> int:
         """See `read_into_sync` of the module."""
-        return read_into_sync(fd, buffers, offset)  # type: ignore[arg-type]
+        return read_into_sync(fd, buffers, offset)  # type: ignore[arg-type]  # nor here
 
     def forget_sync(self, fd: int) -> None:
         """Nothing is held."""
