@@ -274,6 +274,7 @@ class Mover:
             else self._config.write_timeout_s
         )
         run.restart_timer(End.QUEUE)
+        run.nbytes = self._block_bytes[run.move.keys.groups[run.mine]]
         self._runs.add(run)
         work = (
             [self._delete(run)]
@@ -287,7 +288,7 @@ class Mover:
         run.ended.add_done_callback(partial(self._cut_short, run))
 
     def _split(self, run: Run) -> list[NDArray[np.intp]]:
-        ends = np.cumsum(self._block_bytes[run.move.keys.groups[run.mine]])
+        ends = np.cumsum(run.nbytes)
         if ends[-1] <= BATCH_BYTES:
             return [run.mine]
         cuts = np.flatnonzero(np.diff((ends - 1) // BATCH_BYTES)) + 1
@@ -342,8 +343,7 @@ class Mover:
 
     def _judge(self, run: Run, outcomes: Outcomes, end: End) -> None:
         """Tell the tier's health what this move says about it, if anything."""
-        bad = (outcomes == Outcome.FAILED) | (outcomes == Outcome.TIMED_OUT)
-        if end is End.DEADLINE or (end is End.NORMAL and bad[run.mine].all()):
+        if end is End.DEADLINE or (end is End.NORMAL and _all_bad(outcomes[run.mine])):
             if self._health.failed(probe=run.probe):
                 _log.warning("tier %s: degraded; probed until it answers again", self.tier)
         elif end is End.NORMAL and run.started:
@@ -359,11 +359,14 @@ class Mover:
             return
         word = move.kind.name.lower()
         mine = outcomes[run.mine]
+        if not mine.any():  # all are DONE
+            self._count[f"done_{word}_blocks"] += len(mine)
+            self._count[f"{word}_bytes"] += int(run.nbytes.sum())
+            return
         for value, n in enumerate(np.bincount(mine).tolist()):
             if n:
                 self._count[f"{Outcome(value).name.lower()}_{word}_blocks"] += n
-        done = run.mine[mine == Outcome.DONE]
-        self._count[f"{word}_bytes"] += int(self._block_bytes[move.keys.groups[done]].sum())
+        self._count[f"{word}_bytes"] += int(run.nbytes[mine == Outcome.DONE].sum())
 
     async def _batch(
         self, run: Run, rows: NDArray[np.intp], deletes: set[asyncio.Task[None]]
@@ -372,8 +375,10 @@ class Mover:
         saving = run.move.kind is MoveKind.SAVE
         if saving and deletes:
             await asyncio.wait(deletes)
-        keys = run.move.keys.take(rows)
-        nbytes = self._block_bytes[keys.groups]
+        move = run.move
+        whole = len(rows) == len(move)
+        keys = move.keys if whole else move.keys.take(rows)
+        nbytes = run.nbytes if rows is run.mine else self._block_bytes[keys.groups]
         grant = self._sched.grant(Lane.SAVE if saving else Lane.LOAD, int(nbytes.sum()))
         async with grant as admission:
             if admission is Admission.THROTTLED:
@@ -385,7 +390,7 @@ class Mover:
                     keys,
                     record.blank(len(keys)),
                     self._arena.view,
-                    run.move.offsets[rows],
+                    move.offsets if whole else move.offsets[rows],
                     nbytes,
                 )
                 call = self._tier.save(batch) if saving else self._tier.load(batch)
@@ -432,3 +437,9 @@ class Mover:
             self._ready = True
             self._count["rotations"] += 1
             self._emit(Recovered(NO_KEYS, epoch))
+
+
+def _all_bad(outcomes: Outcomes) -> bool:
+    """Whether the tier did nothing that it was asked for."""
+    bad = (outcomes == Outcome.FAILED) | (outcomes == Outcome.TIMED_OUT)
+    return bool(outcomes.any() and bad.all())

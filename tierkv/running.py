@@ -52,7 +52,7 @@ class Run:
 
     outcomes: uint8[n], UNSET where the tier still has to answer.
     ended: set to the reason when the run must end before its tasks do.
-    mine: the rows that the tier has to answer.
+    mine: the rows that the tier has to answer. nbytes: int64, the payload bytes of each.
     busy: how many batches may touch the move's slots right now.
     left: tasks that have not ended.
     told: `MoveDone` was sent. answered: and slots were still in use then.
@@ -65,6 +65,7 @@ class Run:
     outcomes: Outcomes
     ended: asyncio.Future[End]
     mine: NDArray[np.intp] = field(init=False)
+    nbytes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     grants: set[Grant] = field(default_factory=set)
     busy: int = 0
