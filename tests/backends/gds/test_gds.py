@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierkv.backend import DeviceBatch, DeviceMemory, DevicePath, SupportsDeviceIO
@@ -105,6 +105,11 @@ async def test_neighbours_in_the_arena_are_one_transfer(
     assert len(pieces([there[1], other[:]], 1 << 20)) == 2, "two allocations are never one"
 
 
+@settings(
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the stub, which stays as it is
+)
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), max_size=5))
 def test_a_part_of_device_memory_is_that_of_a_memoryview(cuts: list[tuple[int, int]]) -> None:
     host = memoryview(bytes(range(100)))
