@@ -24,6 +24,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
+    # Llama 4: without it, chunked layers are full ones to the cache.
+    "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "1",
 }
 os.environ.update(ENVIRONMENT)  # before the engine is imported: it reads some of them then
 

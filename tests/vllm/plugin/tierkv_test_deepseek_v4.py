@@ -1,5 +1,7 @@
 """A vLLM general plugin for tests: DeepSeek V4 on a CPU, without Triton and with prefix caching.
 
+DeepSeek V3 keeps its prefix caching, too.
+
 vLLM 0.32 computes DeepSeek V4 on CPUs, but what prepares the metadata of a step is written in
 Triton alone. Its own registry of kernel replacements takes the plain torch versions below. They
 cover what the tests use: one rank, no images.
@@ -176,10 +178,11 @@ def register() -> None:
 
     def check_and_update_config(_cls: type, config: Any) -> None:
         model = config.model_config
-        if model is None or model.hf_config.model_type != "deepseek_v4":
+        if model is None or model.hf_config.model_type not in ("deepseek_v3", "deepseek_v4"):
             original(config)
             return
-        _replace_kernels()
+        if model.hf_config.model_type == "deepseek_v4":
+            _replace_kernels()
         # Processors without AMX lose prefix caching and chunked prefill here; the tests need both.
         scheduler, cache = config.scheduler_config, config.cache_config
         wanted = scheduler.enable_chunked_prefill, cache.enable_prefix_caching
