@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from typing import Any, Final, cast
@@ -117,6 +118,7 @@ class Keeper(asyncio.Protocol):
             backend = await asyncio.to_thread(make_backend, config.url) if config.url else None
             mover = Mover(backend, arena, config, self._emit)
             recovered = await mover.open(epoch=epoch, clear=clear, first_retire_id=first_retire_id)
+            gc.freeze()  # what is there now stays: no collection looks through it again
         except TierKVError as exc:
             self.send(("error", type(exc).__name__, str(exc)))
             self._end()

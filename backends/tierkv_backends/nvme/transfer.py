@@ -6,8 +6,10 @@ import errno
 import itertools
 import logging
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -134,17 +136,17 @@ def plan_extents(padded: NDArray[np.int64], segment: Segment, limit: int) -> lis
         n = int(np.searchsorted(ends, before + EXTENT_BYTES, "right")) - first
         n = min(max(n, 1), EXTENT_BLOCKS)
         room = segment.room(first, end=start)
-        while n and _extent_bytes(ends, first, n, before) > room - n * ENTRY_BYTES:
-            n -= 1
+        taken = partial(_extent_bytes, ends, first, before)
+        n = bisect_right(range(1, n + 1), room, key=lambda n: taken(n) + n * ENTRY_BYTES)
         if not n:
             break
-        nbytes = _extent_bytes(ends, first, n, before)
+        nbytes = taken(n)
         extents.append(Extent(start, nbytes, first, first + n))
         start, first, before = start + nbytes, first + n, int(ends[first + n - 1])
     return extents
 
 
-def _extent_bytes(ends: NDArray[np.int64], first: int, n: int, before: int) -> int:
+def _extent_bytes(ends: NDArray[np.int64], first: int, before: int, n: int) -> int:
     return round_up(extent_header_bytes(n) + int(ends[first + n - 1]) - before, PAGE)
 
 
