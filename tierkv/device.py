@@ -31,9 +31,9 @@ from tierkv.errors import LayoutError
 from tierkv.layout import Layout
 from tierkv.runs import GroupPages, compile_group
 
-STAGING_BYTES: Final = 256 << 10
+STAGING_BYTES: Final = 1 << 20
 """Blocks that go through staging in host memory go in batches of about this many bytes: they stay
-in a core's cache between their two copies (bench/device.py)."""
+in a cache between their two copies (bench/device.py)."""
 
 SHORT_RUN_BYTES: Final = 256 << 10
 """Slots that lie alone are copied one by one, in some 50 µs each beside the copy, where they are
@@ -256,8 +256,7 @@ class Pages:
             if inside:
                 rows = pages.rows(arena[int(part.offsets[0]) :], part.slot, len(part))
             else:
-                at = torch.from_numpy(part.offsets // ARENA_ALIGN)
-                rows = torch.index_select(pages.windows(arena), 0, at).to(pages.device)
+                rows = pages.pick(arena, part.offsets).to(pages.device)
             pages.spread(part.block_ids, rows)
 
     def _in_host(

@@ -93,7 +93,8 @@ class GroupPages:
         self.block_bytes = sum(r.nbytes for r in runs)
         self.slot = slot_bytes(self.block_bytes)
         self.blocks = min(r.blocks for r in runs)
-        parts = [n for r in runs for n in (r.start, r.stride, r.nbytes)]
+        # The base too: words of 16 bytes are read with instructions that want them aligned.
+        parts = [n for r in runs for n in (r.storage.data_ptr(), r.start, r.stride, r.nbytes)]
         divisor = math.gcd(*parts, 16)
         self.word_bytes, self.word = next(w for w in _WORDS if w[0] == divisor)
         self.combs: list[Comb] = []
@@ -142,10 +143,7 @@ class GroupPages:
 
     def _calls(self, comb: Comb, count: int) -> list[slice]:
         """The blocks of each call: on a GPU all of them."""
-        step = count
-        if self.device.type == "cpu":
-            step = max(1, _SERIAL_WORDS // comb.view[0].numel())
-        return [slice(n, n + step) for n in range(0, count, step)] if count else []
+        return _serial(count, comb.view[0].numel() if self.device.type == "cpu" else 0)
 
     def _upload(self, block_ids: NDArray[np.int64]) -> torch.Tensor:
         ids = torch.from_numpy(block_ids)
@@ -158,6 +156,20 @@ class GroupPages:
         """word[starts, words per block] over the arena: one (overlapping) row per legal offset."""
         starts = (arena.numel() - self.block_bytes) // ARENA_ALIGN + 1
         return self.rows(arena, ARENA_ALIGN, max(starts, 0))
+
+    def pick(self, arena: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
+        """word[n, words per block]: a copy of these slots, in host memory."""
+        windows, at = self.windows(arena), torch.from_numpy(offsets // ARENA_ALIGN)
+        rows = torch.empty((len(at), windows.shape[1]), dtype=self.word)
+        for part in _serial(len(at), windows.shape[1]):
+            torch.index_select(windows, 0, at[part], out=rows[part])
+        return rows
+
+
+def _serial(count: int, words: int) -> list[slice]:
+    """Rows of `words` in calls that torch runs in the caller's thread; all at once for 0 words."""
+    step = max(1, _SERIAL_WORDS // words) if words else max(1, count)
+    return [slice(n, n + step) for n in range(0, count, step)]
 
 
 def _teeth(runs: Sequence[Run]) -> int:

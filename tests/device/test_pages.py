@@ -200,6 +200,19 @@ def test_blocks_of_any_size_go_out_and_come_back_whole(nbytes: int, layers: int)
     assert torch.equal(pool, kept)
 
 
+@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+def test_pages_at_odd_addresses_are_copied_in_words_that_fit(shift: int) -> None:
+    buffer = torch.from_numpy(np.random.default_rng(3).integers(0, 256, 4096 + 16, np.uint8))
+    shift += -buffer.data_ptr() % 16
+    pool = torch.from_numpy(buffer.numpy()[shift : shift + 4096].reshape(16, 256))
+    assert pool.untyped_storage().data_ptr() % 16
+    kept, pages = pool.clone(), Pages(Layout((full("g", 256),)), {"g": [pool]})
+    arena = torch.zeros(16 * 4096, dtype=torch.uint8)
+    rows = np.zeros(16, np.uint16), np.arange(16, dtype=np.int32), np.arange(16) * 4096
+    pages.gather(rows[0], rows[1], arena, rows[2])
+    assert torch.equal(arena.view(16, 4096)[:, :256], kept)
+
+
 def test_groups_on_two_devices_are_refused() -> None:
     layout = Layout((full("g", 64), full("h", 64)))
     with pytest.raises(LayoutError, match=r"'h'.*on meta.*before on cpu.*one device"):
