@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from stub import BLOCK, caches, engine_config, full_spec, window_spec
-from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, UniformTypeKVCacheSpecs
 
 from tierkv.connectors.vllm.layout import engine_layout, worker_block_bytes, worker_pages
 from tierkv.connectors.vllm.namespace import check_hash_algorithm, engine_namespace
@@ -166,14 +166,10 @@ def test_groups_that_are_never_reused_are_scratch() -> None:
 
 
 def test_unsupported_groups_are_refused_by_name() -> None:
-    drafted = engine_config(full_spec())
-    drafted.kv_cache_groups[0].is_eagle_group = True
-    with pytest.raises(ConfigError, match=r"group 0 \(FullAttentionSpec\): draft layers"):
-        engine_layout(drafted, [1])
-    state = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,))
+    state = CrossAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
     mixed = engine_config(full_spec())
     mixed.kv_cache_groups[0].kv_cache_spec = state
-    with pytest.raises(ConfigError, match="MambaSpec layers are not supported yet"):
+    with pytest.raises(ConfigError, match="CrossAttentionSpec layers are not supported yet"):
         engine_layout(mixed, [1])
 
 

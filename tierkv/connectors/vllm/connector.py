@@ -50,6 +50,10 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig,
     ) -> None:
+        speculative = vllm_config.speculative_config
+        kv_cache_config = engine.with_draft_groups(
+            kv_cache_config, speculative is not None and speculative.use_eagle_block_drop()
+        )
         super().__init__(vllm_config, role, kv_cache_config)
         check_version(vllm.__version__)
         check_settings(vllm_config)

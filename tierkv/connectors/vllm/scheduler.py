@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, overload
 
 from tierkv.blocks import Event, MoveDone, Outcome, unpack_event
-from tierkv.connectors.vllm.layout import agreed_state_ratios, engine_layout
+from tierkv.connectors.vllm.layout import (
+    agreed_state_ratios,
+    engine_layout,
+    offered_states,
+    states_by_offer,
+)
 from tierkv.connectors.vllm.options import LOAD_PARAM, LoadWhen, Options
 from tierkv.connectors.vllm.stats import PINNED, LedgerStats, StepClock, TierKVStats, tier_name
 from tierkv.connectors.vllm.wire import (
@@ -116,6 +121,7 @@ class SchedulerSide:
         self._options = options
         self._config = kv_cache_config
         self._world_size = world_size
+        self._by_offer = states_by_offer(kv_cache_config)
         self._ledger: Ledger | None = None
         self._requests: dict[str, Request] = {}
         self._promises: dict[str, _Promise] = {}
@@ -265,19 +271,27 @@ class SchedulerSide:
                 # Drafted ones are not among the request's own, so they never count.
                 computed = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
                 if ledger.save_is_due(request_id, computed) and _cacheable(request):
-                    self._save(request, computed)
+                    self._save(request, computed, output)
             self._collect_commands()
             self._steps.begin(output.num_scheduled_tokens)
         step, self._next = self._next, StepMetadata()
         return step
 
-    def _save(self, request: Request, computed_tokens: int) -> None:
+    def _save(self, request: Request, computed_tokens: int, output: SchedulerOutput) -> None:
+        tables: list[Sequence[int]] = [
+            BlockIds(blocks) for blocks in self._block_lists(request.request_id)
+        ]
+        if self._by_offer:
+            state = output.kv_connector_block_state
+            offers = state.boundary_state_offloads.get(request.request_id, ()) if state else ()
+            for g in self._by_offer:
+                tables[g] = offered_states(self.ledger.layout, g, offers, NULL_BLOCK_ID)
         move = self.ledger.begin_save(
             request.request_id,
             request.block_hashes,
             computed_tokens=computed_tokens,
             known_tokens=request.num_tokens,
-            block_ids=[BlockIds(blocks) for blocks in self._block_lists(request.request_id)],
+            block_ids=tables,
             null_block_id=NULL_BLOCK_ID,
         )
         if move is not None:
