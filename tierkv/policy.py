@@ -34,3 +34,11 @@ def unstored(index: Index) -> Rows:
     """Rows that are pinned but not in the tier and not on their way there: a write is due."""
     due = (index.pinned == Pinned.RESIDENT) & (index.tier == Tier.ABSENT)
     return np.flatnonzero(due).astype(np.int64)
+
+
+def worth_keeping(index: Index, rows: Rows) -> NDArray[np.bool_]:
+    """Which blocks of a segment that the tier gives up are worth writing again; bool[n].
+
+    index: read only. rows: those of the segment. Whoever writes bounds how many bytes that may be.
+    """
+    return np.zeros(len(rows), np.bool_)
