@@ -24,9 +24,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 async def launched(cache: tierkv.Cache, device: FakeDevice) -> None:
     """Return once a copy was launched, all of it."""
-    while device.idle():
-        # One job at a time runs in that thread: when this one has, no launch is half done.
-        await asyncio.get_running_loop().run_in_executor(cache._jobs._thread, lambda: None)
+    while not device.holds_work(Queue.OUT) and not device.holds_work(Queue.SCATTER):
+        await turn(cache)
+    await turn(cache)
+
+
+async def turn(cache: tierkv.Cache) -> None:
+    """Return when the launching thread has done what it has to do by now: it does one at a time."""
+    await asyncio.get_running_loop().run_in_executor(cache._jobs._thread, lambda: None)
 
 
 async def test_a_save_is_kept_once_its_last_copy_has_ended_and_not_before(
@@ -71,8 +76,7 @@ async def test_a_save_starts_behind_what_the_caller_had_launched_when_it_asked(
     async with open_cache("memory://") as cache:
         device.run(Queue.ENGINE, compute)
         saving = asyncio.ensure_future(cache.save(PROMPT, one.pages, tables()))
-        while not device.holds_work(Queue.OUT):
-            await asyncio.get_running_loop().run_in_executor(cache._jobs._thread, lambda: None)
+        await launched(cache, device)
         device.finish([Queue.GATHER, Queue.OUT, Queue.ENGINE])
         await saving
         hit, three = await cache.lookup(PROMPT), Engine(3)
