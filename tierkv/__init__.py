@@ -35,6 +35,8 @@ Moving (asyncio: on the caller's loop, or in a keeper process beside an engine):
 The doors::
 
     device      pages to slots and back (torch); device_sums: the checksum there; jobs: in a thread
+    copier      staging and what is ordered after what, in the queues and marks of streams; runs
+                and host: the memory on both sides; registration: pinned; completions: the ends
     opening     `tierkv.open`; cache: lookup, save, load, flush, rotate; answers: what they return
     connectors  the same inside an engine: vLLM
     testing     the kit that every backend passes, yours too
