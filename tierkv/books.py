@@ -119,8 +119,8 @@ class Census:
     So no scheduler step pays for a million blocks. `found` is as of the last whole pass.
     """
 
-    SLICE: Final = 1 << 15
-    """Rows of one slice: 0.06 ms."""
+    SLICE: Final = 1 << 13
+    """Rows of one slice: 0.02 ms."""
 
     def __init__(self, index: Index, payload: NDArray[np.int64]) -> None:
         self._index, self._payload = index, payload

@@ -212,8 +212,9 @@ class Ledger:
         request = self._requests.get(owner)
         if request is None or computed_tokens >= request.quiet_until:
             return True
-        retry = request.declined_at != self._books.capacity_version
-        return retry and len(request.progress.declined) > 0
+        if request.declined_at in (-1, self._books.capacity_version):
+            return False
+        return len(request.progress.declined) > 0
 
     def _request(self, owner: str) -> Owner:
         request = self._requests.get(owner)
