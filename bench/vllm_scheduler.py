@@ -329,7 +329,7 @@ class Driver:
         self.side.answer(self.side.step(self.engine.output({}, {})))
 
     def start(self, requests: int) -> None:
-        """Have so many prompts computed; their lengths differ so that nothing happens to all at once."""
+        """Have so many prompts computed, of different lengths: not all save in one step."""
         for n in range(requests):
             shorter = n * 37 % min(4096, self.tokens // 4)
             made = self.engine.request(f"run-{n}", self.tokens - shorter)
@@ -385,7 +385,7 @@ class Driver:
             scheduled[name] = count
             blocks = self.engine.blocks(name)
             if first is not None:
-                lookup += self.timed(lambda: self.side.allocated(made, blocks, 0))[0]
+                lookup += self.timed(lambda blocks=blocks: self.side.allocated(made, blocks, 0))[0]
             output = self.engine.output(scheduled, added, first)
             spent, meta = self.timed(lambda output=output: self.side.step(output))
             yield spent + lookup
