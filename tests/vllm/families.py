@@ -2,7 +2,7 @@
 
 Round 1 computes prompts, round 2 asks for them again while the engine's own cache is empty. The
 other engine has no connector and a pool that holds everything: its round 2 comes from its own
-cache, so both compute the same tokens in the same shapes and must agree to the last bit.
+cache, so both compute the same tokens in the same shapes and must agree (but for `NOISE`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Found:
     def sees_corruption(self) -> bool:
         """Whether every prompt shows it when one group's bytes are wrong."""
         return all(
-            a.logprobs != b.logprobs
+            not a.same_logprobs(b)
             for answers in self.corrupted.values()
             for a, b in zip(answers, self.alone[1], strict=True)
         )

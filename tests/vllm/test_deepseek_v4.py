@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Answer, Engine, engine, prompt
+from engines import Answer, Engine, computes_deepseek_v4, engine, prompt
 
 from tierkv import reach
 from tierkv.layout import GroupKind, Layout
@@ -44,6 +44,8 @@ def recorded_layout() -> Layout:
 
 @contextlib.contextmanager
 def deepseek(extra: dict[str, Any] | None = None, **more: Any) -> Iterator[Engine]:
+    if not computes_deepseek_v4():
+        pytest.skip("vLLM computes DeepSeek V4 only on CPUs with AVX-512, and this one has none")
     with engine(MODEL, extra=extra, **{"blocks": LARGE_POOL, **SETTINGS, **more}) as made:
         yield made
 
@@ -209,4 +211,4 @@ def test_every_group_that_is_loaded_matters_and_is_loaded_right(plain: list[Answ
     for group, (blocks, answer) in enumerate(zip(touched, answers, strict=True)):
         states = layout.groups[group].kind is GroupKind.COMPRESSOR
         assert blocks == ({4: 1, 128: 0}[layout.groups[group].ratio] if states else blocks)
-        assert (answer.logprobs != plain[0].logprobs) == (blocks > 0), group
+        assert answer.same_logprobs(plain[0]) == (blocks == 0), group
