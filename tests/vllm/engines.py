@@ -40,7 +40,7 @@ LARGE_POOL = 400
 
 NOISE = 1e-4
 """What an engine alone differs by from itself, depending on the CPU: nothing on an Intel Xeon, up
-to 5e-6 on an AMD EPYC where part of a prompt comes from its own cache. Wrong bytes differ by more."""
+to 5e-6 on an AMD EPYC where part of a prompt comes from its own cache. Wrong bytes show more."""
 
 
 def computes_deepseek_v4() -> bool:
