@@ -47,3 +47,37 @@ def draw_growth(path: Path, title: str, series: dict[str, list[tuple[int, float]
         figure.savefig(path)
     finally:
         plt.close(figure)
+
+
+def draw_eviction(path: Path, title: str, sizes: Sequence[dict[str, Any]]) -> None:
+    """Hit tokens as a share of Belady's against capacity; below, what the default writes again."""
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(8, 7), dpi=150, sharex=True, height_ratios=(3, 1)
+    )
+    try:
+        shares = [size["capacity_share"] for size in sizes]
+        for name in sizes[0]["hit_tokens"]:
+            best = [max(1, size["hit_tokens"]["belady"]) for size in sizes]
+            hits = [size["hit_tokens"][name] / n for size, n in zip(sizes, best, strict=True)]
+            style = {"linewidth": 2.5, "color": "#d1813a"} if name == "default" else {}
+            above.plot(shares, hits, marker="o", markersize=3, label=name, **style)
+        for at, run in enumerate(sizes[0]["default"]):
+            factors = [size["default"][at]["write_amplification"] for size in sizes]
+            below.plot(shares, factors, marker="o", markersize=3, label=f"{run['segments']}")
+        above.set_ylabel("hit tokens, as a share of Belady's")
+        above.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        below.set_ylabel("blocks written\nper block stored")
+        below.set_xlabel("capacity, as a share of the footprint")
+        below.set_xscale("log")
+        below.set_xticks(shares, [f"{share:.3g}" for share in shares], minor=False)
+        below.set_xticks([], minor=True)
+        below.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+        above.legend(fontsize=8)
+        below.legend(title="segments", fontsize=7, title_fontsize=7)
+        for axes in (above, below):
+            axes.grid(alpha=0.3)
+        above.set_title(title, loc="left", fontsize=10)
+        figure.tight_layout()
+        figure.savefig(path)
+    finally:
+        plt.close(figure)

@@ -4,7 +4,13 @@
 and prints the hit tokens, those lost against `dense`, and the bytes stored per token. With
 ``--capacity-gib`` the real ledger evicts from an arena of that size, and Belady's rule (the block
 that is needed last goes first) says what hindsight would have done. ``--png`` draws the trade-off
-of many policies. ``--json`` prints one object:
+of many policies.
+
+``--capacity 5%,10%,20%,50%`` leaves the model and the planner out and compares what leaves a full
+tier of that share of the trace's footprint, block by block and by whole segments: see
+`bench.eviction`, whose `compare` says what ``--json`` prints then.
+
+Else ``--json`` prints one object:
 
 hit_tokens: of all prompts together, within the capacity if there is one.
 dense_hit_tokens: the same where everything is kept for ever.
@@ -29,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import eviction
 from bench.belady import belady_hits
 from bench.traces import Names, Trace, find_trace, read_trace, synthetic_trace
 from tierkv import planner, reach
@@ -231,9 +238,36 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=0, help="only the first prompts")
     parser.add_argument("--block-tokens", type=int, default=0, help="tokens per id of the trace")
     parser.add_argument("--capacity-gib", type=float, default=0.0)
+    parser.add_argument(
+        "--capacity",
+        type=_shares,
+        help="compare evictions at these shares of the trace's footprint: 5%%,10%%,20%%,50%%",
+    )
     parser.add_argument("--png", type=Path, help="draw the trade-off of several policies")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
+
+
+def _shares(text: str) -> list[float]:
+    """`5%,10%` as shares of one."""
+    try:
+        shares = [float(part.strip().removesuffix("%")) / 100 for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"{text!r}: write percentages up to 100, as in 5%,10%,50%")
+    return shares
+
+
+def _evict(args: argparse.Namespace) -> None:
+    """`--capacity`: print, draw."""
+    trace = _trace(args)
+    answer = {"trace": trace.name} | eviction.compare(trace, args.capacity)
+    if args.png:
+        from bench.plots import draw_eviction
+
+        draw_eviction(args.png, trace.name, answer["sizes"])
+    print(json.dumps(answer) if args.json else eviction.table(answer))
 
 
 def _trace(args: argparse.Namespace) -> Trace:
@@ -251,6 +285,9 @@ def _trace(args: argparse.Namespace) -> Trace:
 def main() -> None:
     """Replay, print, draw."""
     args = _arguments()
+    if args.capacity:
+        _evict(args)
+        return
     layout, policy, trace = load_preset(args.model), reach.Policy.parse(args.policy), _trace(args)
     capacity = int(args.capacity_gib * 2**30)
     answer = {"model": args.model, "trace": trace.name}

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Final, Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.blocks import slot_bytes
 from tierkv.index import Index, Pinned, Rows, Tier
+
+
+class History(Protocol):
+    """The columns of an index that say how its rows were used; `tierkv.index` describes them.
+
+    uses: uint8, how often a block was hit, at most 255, before it left and came back included where
+    that is remembered (`tierkv.past`). gap: int32, ticks between its last two uses; 0 before the
+    second.
+    """
+
+    tier: NDArray[np.uint8]
+    tick: NDArray[np.int64]
+    uses: NDArray[np.uint8]
+    gap: NDArray[np.int32]
+
+
+SAMPLE: Final = 1 << 14
+"""Rows of the index that `worth_keeping` looks at, spread evenly: it costs the same at any size."""
+
+BONUS_USES: Final = 4
+"""Reuses that count; a block that was used more often is kept for no longer."""
+
+LEAVING: Final = 0.4
+"""Share of the tier's blocks that are not worth writing again (chosen by `bench.eviction`)."""
 
 
 def slot_table(block_bytes: tuple[int, ...]) -> NDArray[np.int64]:
@@ -36,9 +62,29 @@ def unstored(index: Index) -> Rows:
     return np.flatnonzero(due).astype(np.int64)
 
 
-def worth_keeping(index: Index, rows: Rows) -> NDArray[np.bool_]:
+def worth_keeping(index: History, rows: Rows) -> NDArray[np.bool_]:
     """Which blocks of a segment that the tier gives up are worth writing again; bool[n].
 
-    index: read only. rows: those of the segment. Whoever writes bounds how many bytes that may be.
+    rows: those of the segment. A block's score is when
+    it was last used, and later by one typical reuse (the median `gap`, so the scale is that of the
+    workload) for each of its first `BONUS_USES` reuses. Worth keeping is what scores above the
+    quantile `LEAVING` of the whole tier, estimated from `SAMPLE` rows. Of one prompt a beginning
+    is never worth less than what follows it. Whoever writes bounds how many bytes that may be.
     """
-    return np.zeros(len(rows), np.bool_)
+    sample = np.arange(0, len(index.tick), max(1, len(index.tick) // SAMPLE))
+    sample = sample[index.tier[sample] == Tier.RESIDENT]
+    if not len(sample):
+        return np.zeros(len(rows), np.bool_)
+    gaps = index.gap[sample]
+    gaps = gaps[gaps > 0]
+    typical = int(np.partition(gaps, len(gaps) // 2)[len(gaps) // 2]) if len(gaps) else 0
+    scores = _scores(index, sample, typical)
+    at = int(len(scores) * LEAVING)
+    keep: NDArray[np.bool_] = _scores(index, rows, typical) > np.partition(scores, at)[at]
+    return keep
+
+
+def _scores(index: History, rows: Rows, typical: int) -> NDArray[np.int64]:
+    """int64[n], in ticks: the larger, the sooner a block is expected to be used again."""
+    bonus: NDArray[np.int64] = typical * np.minimum(index.uses[rows], BONUS_USES).astype(np.int64)
+    return index.tick[rows] + bonus
