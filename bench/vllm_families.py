@@ -9,8 +9,8 @@ stored / offered: bytes written to the tier in round 1, and all whole blocks of 
 equal output: tokens and logprobs of both rounds against the engine alone, within 1e-4.
 corruption seen: each group's loaded bytes were zeroed in a round of its own, and each showed.
 
-A family whose kernels vLLM does not have for this processor (DeepSeek V4 on some) is left out, and a
-line below the table says so.
+A family whose kernels vLLM does not have for this processor (DeepSeek V4 on some) is left out, and
+a line below the table says so.
 
 ``--json`` prints one object. The exit status is 1 where anything differs.
 """
