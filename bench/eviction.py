@@ -32,8 +32,8 @@ Hits = Iterator[int]
 """Blocks that each prompt hits, in order."""
 
 NEVER: Final = 1 << 60
-PAST: Final = 8
-"""Blocks that left and are remembered, per block of the capacity: 40 bytes."""
+PAST: Final = 4
+"""Entries of `tierkv.past` per block of the capacity: 20 bytes."""
 SEGMENTS: Final = (32, 64, 128, 256)
 """How many segments the tier is cut into. 256 MiB of 5.5 KiB per token are about 100 blocks of 512
 tokens; 5 % of the public trace are about 90 such segments."""
@@ -166,13 +166,12 @@ class Segments:
 
     The tier is `segments` segments of equal size, all of them within the capacity, the one that is
     written and a blank one in reserve included. Where no blank one is left, the segment that was
-    written first is given up: what the policy keeps is written again, at most half of it. One that
-    is nearly all worth keeping (`STAYS`) goes to the end of the queue as it is, at most `PASSES` of
-    them in a row; then that with the least of it is given up.
+    written first is given up: what the policy keeps is written again, at most half of it. One of
+    which the policy keeps more goes to the end of the queue as it is, at most `PASSES` of them in a
+    row; then that of which it keeps least is given up.
     """
 
     PASSES: Final = 16
-    STAYS: Final = 0.75
 
     def __init__(self, prompts: Prompts, capacity: int, segments: int) -> None:
         segments = max(3, min(segments, capacity))
@@ -247,20 +246,13 @@ class Segments:
             keep = policy.worth_keeping(self.index, rows)
             kept = int(keep.sum())
             passed.append((kept, rows, keep))
-            if kept <= self.STAYS * len(rows):
+            if kept <= len(rows) // 2:
                 break
         least = min(range(len(passed)), key=lambda n: passed[n][0])
         _, rows, keep = passed.pop(least)
         self._sealed.extend(stays for _, stays, _ in passed)
-        return rows, self._half(rows, keep)
-
-    def _half(self, rows: Rows, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """At most half: what was used last, and of one prompt its beginning."""
-        index, at = self.index, np.flatnonzero(keep)
-        order = np.lexsort((index.depth[rows[at]], -index.tick[rows[at]]))
-        keep = np.zeros(len(rows), np.bool_)
-        keep[at[order[: len(rows) // 2]]] = True
-        return keep
+        keep[np.flatnonzero(keep)[len(rows) // 2 :]] = False
+        return rows, keep
 
     def _give_up(self, rows: Rows) -> None:
         hashes = self.index.keys_of(rows).hashes

@@ -21,6 +21,7 @@ class History(Protocol):
 
     tier: NDArray[np.uint8]
     tick: NDArray[np.int64]
+    depth: NDArray[np.int32]
     uses: NDArray[np.uint8]
     gap: NDArray[np.int32]
 
@@ -30,6 +31,9 @@ SAMPLE: Final = 1 << 14
 
 BONUS_USES: Final = 4
 """Reuses that count; a block that was used more often is kept for no longer."""
+
+STAYS: Final = 0.6
+"""Share of a segment above which it stays as it is."""
 
 LEAVING: Final = 0.4
 """Share of the tier's blocks that are not worth writing again (chosen by `bench.eviction`)."""
@@ -63,28 +67,40 @@ def unstored(index: Index) -> Rows:
 
 
 def worth_keeping(index: History, rows: Rows) -> NDArray[np.bool_]:
-    """Which blocks of a segment that the tier gives up are worth writing again; bool[n].
+    """Which blocks of a segment that the tier may give up are worth writing again; bool[n].
 
-    rows: those of the segment. A block's score is when
-    it was last used, and later by one typical reuse (the median `gap`, so the scale is that of the
-    workload) for each of its first `BONUS_USES` reuses. Worth keeping is what scores above the
-    quantile `LEAVING` of the whole tier, estimated from `SAMPLE` rows. Of one prompt a beginning
-    is never worth less than what follows it. Whoever writes bounds how many bytes that may be.
+    rows: those of the segment. A block's score is when it was last used, and later by one typical
+    reuse (the median `gap`, so that the scale is the workload's) for each of its first `BONUS_USES`
+    reuses. Worth keeping is what scores above the quantile `LEAVING` of the whole tier, estimated
+    from `SAMPLE` rows; of one prompt a beginning is never worth less than what follows it.
+
+    At most half, the best of them, is kept where the segment should go. Where more than `STAYS` of
+    it is worth keeping, all that is: a segment with more than half should stay as it is, and
+    another one be offered.
     """
-    sample = np.arange(0, len(index.tick), max(1, len(index.tick) // SAMPLE))
-    sample = sample[index.tier[sample] == Tier.RESIDENT]
-    if not len(sample):
-        return np.zeros(len(rows), np.bool_)
-    gaps = index.gap[sample]
-    gaps = gaps[gaps > 0]
-    typical = int(np.partition(gaps, len(gaps) // 2)[len(gaps) // 2]) if len(gaps) else 0
-    scores = _scores(index, sample, typical)
-    at = int(len(scores) * LEAVING)
-    keep: NDArray[np.bool_] = _scores(index, rows, typical) > np.partition(scores, at)[at]
+    scores, bar = _scores(index, rows)
+    keep: NDArray[np.bool_] = scores > bar
+    kept, most = int(keep.sum()), len(rows) // 2
+    if most < kept <= STAYS * len(rows):
+        best = np.lexsort((index.depth[rows], -scores))[:most]
+        keep = np.zeros(len(rows), np.bool_)
+        keep[best] = True
     return keep
 
 
-def _scores(index: History, rows: Rows, typical: int) -> NDArray[np.int64]:
-    """int64[n], in ticks: the larger, the sooner a block is expected to be used again."""
-    bonus: NDArray[np.int64] = typical * np.minimum(index.uses[rows], BONUS_USES).astype(np.int64)
-    return index.tick[rows] + bonus
+def _scores(index: History, rows: Rows) -> tuple[NDArray[np.int64], int]:
+    """int64[n], in ticks, the larger, the sooner a reuse is expected; what scores more is kept."""
+    sample = np.arange(0, len(index.tick), max(1, len(index.tick) // SAMPLE))
+    sample = sample[index.tier[sample] == Tier.RESIDENT]
+    gaps = index.gap[sample]
+    gaps = gaps[gaps > 0]
+    typical = int(np.partition(gaps, len(gaps) // 2)[len(gaps) // 2]) if len(gaps) else 0
+
+    def score(rows: Rows) -> NDArray[np.int64]:
+        uses = np.minimum(index.uses[rows], BONUS_USES).astype(np.int64)
+        return index.tick[rows] + typical * uses
+
+    if not len(sample):
+        return score(rows), np.iinfo(np.int64).max
+    at = int(len(sample) * LEAVING)
+    return score(rows), int(np.partition(score(sample), at)[at])
