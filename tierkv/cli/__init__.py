@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tierkv.cli import demo, doctor, machine, plan, verify
+from tierkv.cli import demo, doctor, machine, plan, store, verify
 
 app = typer.Typer(
     name="tierkv",
@@ -40,6 +40,9 @@ def _tierkv(
 
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("du")(store.du)
+app.command("evict")(store.evict)
+app.command("ls")(store.ls)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 

@@ -51,7 +51,7 @@ def evict_root_sync(
         with root_lock_sync(root):
             live = [
                 share.directory
-                for share in survey_sync(root, root)
+                for share in survey_sync(root, None)
                 if share.live and _is_of_sync(share.directory, namespace)
             ]
             if keep_bytes == 0 and not stop.is_set():
@@ -74,7 +74,7 @@ def _some_sync(
     root: Path, freed: dict[Path, int], namespace: bytes | None, keep_bytes: int
 ) -> bool:
     """Delete the coldest segments, so many at most; whether there may be more to do."""
-    shares = survey_sync(root, root)  # no directory in it is ours
+    shares = survey_sync(root, None)
     total = sum(share.nbytes for share in shares)
     coldest_first = sorted(s for share in _cold(shares, namespace) for s in share.segments)
     for segment in coldest_first[:_AT_ONCE]:

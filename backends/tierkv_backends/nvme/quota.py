@@ -53,15 +53,15 @@ def directories_sync(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir())
 
 
-def survey_sync(root: Path, own: Path) -> list[Share]:
-    """The books of `root`. `own` counts as live; its lock is ours."""
+def survey_sync(root: Path, own: Path | None) -> list[Share]:
+    """The books of `root`. `own` counts as live; its lock is ours. None: none of them is ours."""
     shares = []
     for directory in directories_sync(root):
         segments = tuple(stats_sync(segment_paths_sync(directory)))
         live = directory == own or is_owned_sync(directory)
         if live or segments:
             shares.append(Share(directory=directory, live=live, segments=segments))
-    if all(share.directory != own for share in shares):  # it was deleted under us
+    if own is not None and all(share.directory != own for share in shares):  # deleted under us
         shares.append(Share(directory=own, live=True, segments=()))
     return shares
 

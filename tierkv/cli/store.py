@@ -1,0 +1,233 @@
+"""``tierkv ls``, ``du`` and ``evict``: look into a store from outside, and give up parts of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tierkv.cli.output import AsJson, answering, gib
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tierkv.backend import Eviction, Inspection, StorePart
+
+Url = Annotated[str, typer.Argument(help="The store, like nvme:///mnt/kv.")]
+
+BAR_CELLS = 40
+
+
+def ls(
+    url: Url,
+    keys: Annotated[bool, typer.Option("--keys", help="List every block as well.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List who stored what: namespaces, ranks, groups, blocks. Changes nothing, reads no payload.
+
+    A store in use can be listed. Exit status 1 where a part of it could not be read.
+    """
+    with answering(as_json=as_json) as screen:
+        found = _inspect(url)
+        answer = _answer(url, found) | {"parts": [_part(p, keys=keys) for p in found.parts]}
+        screen.show(answer, lambda: _listing(found, keys=keys), ok=not found.unreadable)
+
+
+def du(url: Url, as_json: AsJson = False) -> None:
+    """Show where a store's physical bytes go. Changes nothing, reads no payload."""
+    with answering(as_json=as_json) as screen:
+        found = _inspect(url)
+        answer = _answer(url, found) | {"parts": [_part(p) for p in found.parts]}
+        screen.show(answer, lambda: _usage(found), ok=not found.unreadable)
+
+
+def evict(
+    url: Url,
+    namespace: Annotated[
+        str, typer.Option(help="Only what is of this one: its text or digest, as `ls` shows it.")
+    ] = "",
+    to: Annotated[str, typer.Option(help="Until the store takes this much, like 100GiB.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All of it.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give up the coldest blocks of owners that do not run. They are misses from then on.
+
+    Exit status 1 where something that was asked for stays, because its owner runs.
+    """
+    with answering(as_json=as_json) as screen:
+        done = _evict(url, namespace, to, everything=everything, yes=yes)
+        answer = {
+            "ok": not done.skipped,
+            "url": url,
+            "physical_bytes": done.physical_bytes,
+            "evicted": [asdict(part) for part in done.evicted],
+            "skipped": [asdict(part) for part in done.skipped],
+        }
+        screen.show(answer, lambda: _evicted(done), ok=not done.skipped)
+
+
+def _inspect(url: str) -> Inspection:
+    from tierkv.backend import SupportsInspect
+    from tierkv.errors import ConfigError
+    from tierkv.registry import make_backend
+
+    backend = make_backend(url)
+    if not isinstance(backend, SupportsInspect):
+        raise ConfigError(
+            f"backend {backend.scheme!r} cannot be listed from outside; "
+            "one that can implements tierkv.backend.SupportsInspect"
+        )
+    return asyncio.run(backend.inspect())
+
+
+def _evict(url: str, namespace: str, to: str, *, everything: bool, yes: bool) -> Eviction:
+    from tierkv.backend import SupportsEvict
+    from tierkv.errors import ConfigError
+    from tierkv.registry import make_backend
+    from tierkv.urls import parse_size
+
+    if bool(to) == everything:
+        raise ConfigError("write how much is to go: either --to SIZE, like --to 100GiB, or --all")
+    keep_bytes = 0 if everything else parse_size(to, "--to")
+    backend = make_backend(url)
+    if not isinstance(backend, SupportsEvict):
+        raise ConfigError(
+            f"backend {backend.scheme!r} gives up nothing from outside; "
+            "one that does implements tierkv.backend.SupportsEvict"
+        )
+    digest = _digest(url, namespace) if namespace else None
+    if not yes:
+        _confirm(url, namespace, "everything" if everything else f"all above {gib(keep_bytes)}")
+    return asyncio.run(backend.evict(lambda _: None, namespace=digest, keep_bytes=keep_bytes))
+
+
+def _digest(url: str, namespace: str) -> bytes:
+    """The namespace that a user means by its text or its digest."""
+    from tierkv.errors import ConfigError
+
+    known = {p.namespace_hex: p.namespace for p in _inspect(url).parts if p.namespace_hex}
+    meant = [h for h, text in known.items() if namespace == text or h.startswith(namespace.lower())]
+    if len(meant) != 1:
+        which = "is not in" if not meant else f"names {len(meant)} namespaces of"
+        raise ConfigError(
+            f"--namespace {namespace!r} {which} {url}; write one that `tierkv ls` shows, or the "
+            "whole of its digest"
+        )
+    return bytes.fromhex(meant[0])
+
+
+def _confirm(url: str, namespace: str, what: str) -> None:
+    import sys
+
+    from tierkv.errors import ConfigError
+
+    if not sys.stdin.isatty():
+        raise ConfigError("nothing was given up: write --yes where nobody can be asked")
+    where = f"{url}, namespace {namespace}" if namespace else url
+    typer.confirm(f"Give up {what} of {where}?", abort=True, err=True)
+
+
+def _answer(url: str, found: Inspection) -> dict[str, Any]:
+    return {
+        "ok": not found.unreadable,
+        "url": url,
+        "blocks": sum(part.blocks for part in found.parts),
+        "payload_bytes": sum(part.payload_bytes for part in found.parts),
+        "physical_bytes": sum(part.physical_bytes for part in found.parts),
+        "capacity_bytes": found.capacity_bytes,
+        "free_bytes": found.free_bytes,
+        "unreadable": [asdict(part) for part in found.unreadable],
+    }
+
+
+def _part(part: StorePart, *, keys: bool = False) -> dict[str, Any]:
+    names = ("directory", "namespace", "namespace_hex", "rank", "data_parallel_rank", "owner")
+    sizes = ("blocks", "payload_bytes", "physical_bytes", "padding_bytes", "dead_bytes")
+    more = ("owner_pid", "unused_bytes", "oldest_use_s", "newest_use_s", "problem")
+    told = {name: getattr(part, name) for name in (*names, *sizes, *more)}
+    told["groups"] = [asdict(group) for group in part.groups]
+    if keys:
+        told["keys"] = [place._asdict() for place in part.listing]
+    return told
+
+
+def _when(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def _listing(found: Inspection, *, keys: bool) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("namespace", "rank", "group", "blocks", "payload", "used", "owner")
+    for part in found.parts:
+        rank = f"{part.rank}" + (f" dp{part.data_parallel_rank}" if part.data_parallel_rank else "")
+        used = f"{_when(part.oldest_use_s)} to {_when(part.newest_use_s)}"
+        name = part.namespace or part.directory
+        told = (used, part.problem or part.owner or "nobody")
+        for group in part.groups or (None,):
+            n, size = (f"{group.blocks:,}", gib(group.payload_bytes)) if group else ("0", "0 B")
+            row = (name, rank, str(group.group) if group else "-", n, size, *told)
+            table.add_row(*map(Text, row))
+    parts: list[RenderableType] = [table]
+    if keys:
+        every = Table("group", "hash", "bytes", "where")
+        for part in found.parts:
+            for place in part.listing:
+                every.add_row(str(place.group), place.hash_hex, str(place.nbytes), place.where)
+        parts.append(every)
+    parts += [Text(f"NOT READ: {part.directory}: {part.reason}") for part in found.unreadable]
+    return Group(*parts)
+
+
+def _usage(found: Inspection) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("namespace", "rank", "physical", "payload", "padding", "dead", "unused", "")
+    for part in found.parts:
+        sizes = (part.physical_bytes, part.payload_bytes, part.padding_bytes, part.dead_bytes)
+        row = (part.namespace or part.directory, str(part.rank), *map(gib, sizes))
+        table.add_row(*map(Text, (*row, gib(part.unused_bytes))), _bar(part))
+    physical = sum(part.physical_bytes for part in found.parts)
+    total = Text(
+        f"{gib(physical)} of a quota of {gib(found.capacity_bytes)}; "
+        f"{gib(found.free_bytes)} free on the file system"
+    )
+    unread = [Text(f"NOT READ: {part.directory}: {part.reason}") for part in found.unreadable]
+    return Group(table, total, *unread)
+
+
+def _bar(part: StorePart) -> Any:
+    """Payload, waste and unused space of a part as one line."""
+    from rich.text import Text
+
+    whole = max(part.physical_bytes, 1)
+    payload = round(BAR_CELLS * part.payload_bytes / whole)
+    waste = round(BAR_CELLS * (part.padding_bytes + part.dead_bytes) / whole)
+    waste = min(waste, BAR_CELLS - payload)
+    return Text.assemble(
+        ("█" * payload, "green"),
+        ("▒" * waste, "yellow"),
+        ("·" * (BAR_CELLS - payload - waste), "dim"),
+    )
+
+
+def _evicted(done: Eviction) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    lines = [
+        Text(f"{part.namespace or part.directory}: gave up {gib(part.freed_bytes)}")
+        for part in done.evicted
+    ]
+    lines += [Text(f"STAYS: {part.directory}: {part.reason}") for part in done.skipped]
+    return Group(*lines, Text(f"the store takes {gib(done.physical_bytes)} now"))
