@@ -6,6 +6,11 @@ deepest block leaves first. `Segments` is how the nvme tier does it: it appends 
 back a whole one where it needs room, and writes again what `tierkv.policy.worth_keeping` says; it
 runs the real function on a real index. Capacities are shares of the footprint, the number of
 distinct blocks of the trace.
+
+The constants of the policy were chosen on the public trace itself, out of about seventy settings,
+and neighboring settings differ by half a percent: its numbers there are no prediction for another
+trace. On the made-up ones (`--synthetic`) it loses to LRU in a small tier, about a tenth at 5 %,
+most of that because whole segments leave and the rest because reuses say little there.
 """
 
 from __future__ import annotations
