@@ -59,6 +59,8 @@ class Pages(Sequence["int | None"]):
         return self._end
 
     def __getitem__(self, block: Any) -> Any:
+        if isinstance(block, slice):
+            return [self[b] for b in range(*block.indices(self._end))]
         return block if block >= self._first else None
 
 
