@@ -137,8 +137,8 @@ class PortEngine(Engine):
     @property
     def _config(self) -> StorageConfig:
         s = self.setup
-        segment = max(64 << 20, 8 * s.block_bytes)
-        capacity = s.sets * s.blocks * s.block_bytes + 4 * segment
+        segment = 256 << 20  # what users get
+        capacity = s.sets * s.blocks * s.block_bytes + 5 * segment
         return StorageConfig(
             url=f"nvme://{s.directory}?capacity={capacity}&segment={segment}",
             namespace=self.name.encode().ljust(32, b"\0"),

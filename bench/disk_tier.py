@@ -14,7 +14,8 @@ into place), ``vllm-fs`` (vLLM's own tier; run this with the interpreter that ha
 (the disk's limit for 8 MiB vectored direct I/O). Buffered engines are synced inside the clock.
 
 ``--block-bytes`` and ``--jobs`` take lists and are swept. ``--gil-load`` adds a thread that spins
-in Python in this process. ``--png`` draws the curves; ``--draw FILE`` draws those of earlier JSON.
+in Python in this process. ``--png`` draws the curves; ``--draw FILE`` draws those of earlier JSON,
+and ``--markdown FILE`` prints its table. At the end stands which goals of the tier were met.
 """
 
 from __future__ import annotations
@@ -267,6 +268,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write the JSON to this file as well")
     parser.add_argument("--png", type=Path, help="draw the curves over block sizes")
     parser.add_argument("--draw", type=Path, help="measure nothing: draw this JSON file to --png")
+    parser.add_argument("--markdown", type=Path, help="measure nothing: print README's table of it")
     args = parser.parse_args(argv)
     known = [*ENGINES, *(["vllm-fs"] if find_spec("vllm") else [])]
     args.engines = args.engines.split(",") if args.engines else known
@@ -293,6 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.draw:
         disk_report.draw(json.loads(args.draw.read_text()), args.png)
         return 0
+    if args.markdown:
+        print(disk_report.markdown(json.loads(args.markdown.read_text())))
+        return 0
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="tierkv-bench-") as folder:
         machine = disk_report.machine(Path(folder))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -307,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "page_cache_dropped": args.drop,
         "machine": machine,
     }
+    report["verdict"] = disk_report.verdict(report)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -314,6 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(report))
     else:
         disk_report.show(report)
+        disk_report.show_verdict(report["verdict"])
     if args.png:
         disk_report.draw(report, args.png)
     wrong = sum(e["wrong_blocks"] for r in runs for e in r["engines"].values())

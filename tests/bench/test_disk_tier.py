@@ -75,3 +75,39 @@ def test_a_restart_brings_every_block_back_and_is_measured(
     assert report["open_s_clean"] > 0
     assert report["open_s_killed"] > 0
     assert report["index_bytes_per_block"] > 0
+
+
+def kind(blocks_per_s: int, cpu_s_per_gb: float) -> dict[str, float]:
+    return {"blocks_per_s": blocks_per_s, "cpu_s_per_gb": cpu_s_per_gb}
+
+
+def judged(block_bytes: int, **engines: tuple[int, float]) -> dict[str, bool]:
+    """Whether each goal of writes is met, by its words."""
+    measured = {
+        name.replace("_", "-"): {"write": kind(*values), "read": kind(*values)}
+        for name, values in engines.items()
+    }
+    run = {"block_bytes": block_bytes, "jobs": 8, "engines": measured}
+    found = disk_report.verdict({"runs": [run]})
+    return {one["goal"].split(" (")[0]: one["met"] for one in found if one["kind"] == "write"}
+
+
+def test_a_tier_at_the_disks_limit_need_not_be_so_many_times_faster_than_another() -> None:
+    engines = {"tierkv_nosum": (9100, 0.1), "vllm_fs": (8000, 1.0), "raw": (10_000, 0.05)}
+    goals = judged(64 << 10, tierkv=(9100, 0.2), **engines)
+    assert goals == {
+        "blocks/s of raw": True,
+        "blocks/s of vllm-fs": True,
+        "CPU of vllm-fs without checksums": True,
+        "CPU s/GB of checksums": True,
+    }
+    slow = judged(64 << 10, tierkv=(8900, 0.3), **engines)
+    assert not any(slow[what] for what in slow if "CPU of" not in what)
+
+
+def test_at_a_mebibyte_as_fast_is_asked_for_whatever_the_disk_can_do() -> None:
+    engines = {"tierkv_nosum": (9100, 0.9), "vllm_fs": (9200, 1.0), "raw": (10_000, 0.05)}
+    goals = judged(1 << 20, tierkv=(9100, 1.0), **engines)
+    assert goals["blocks/s of raw"]
+    assert not goals["blocks/s of vllm-fs"]
+    assert not goals["CPU of vllm-fs without checksums"]
