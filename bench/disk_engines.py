@@ -137,8 +137,9 @@ class PortEngine(Engine):
     @property
     def _config(self) -> StorageConfig:
         s = self.setup
-        segment = 256 << 20  # what users get
-        capacity = s.sets * s.blocks * s.block_bytes + 5 * segment
+        set_bytes = s.blocks * s.block_bytes
+        segment = 256 << 20 if set_bytes >= 128 << 20 else 64 << 20  # the first is what users get
+        capacity = s.sets * set_bytes + 5 * segment
         return StorageConfig(
             url=f"nvme://{s.directory}?capacity={capacity}&segment={segment}",
             namespace=self.name.encode().ljust(32, b"\0"),

@@ -147,8 +147,8 @@ GOALS: Final = {
     1 << 20: {"write": (1.0, 0.85), "read": (1.0, 0.85)},
 }
 """Block bytes → kind → blocks a second (at least) and CPU seconds per GB without checksums (at
-most), both as shares of vllm-fs. Where more than its rate is asked for, `OF_RAW` of the disk's limit
-is enough instead; that is due in any case, and so are checksums within `SUM_CPU_S_PER_GB`."""
+most), both as shares of vllm-fs. Where more than its rate is asked for, `OF_RAW` of the disk's
+limit is enough instead; that is due in any case, and so are checksums within `SUM_CPU_S_PER_GB`."""
 OF_RAW: Final = 0.9
 SUM_CPU_S_PER_GB: Final = 0.13
 
