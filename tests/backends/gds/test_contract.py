@@ -12,8 +12,7 @@ import pytest
 from tierkv.testing import BackendContract
 
 
-@pytest.mark.every_loop
-@pytest.mark.usefixtures("cuda_stub")
+@pytest.mark.usefixtures("cuda_stub")  # on one loop: nvme, whose code it is, has both
 class TestGdsBackend(BackendContract):
     def url(self, directory: pathlib.Path) -> str:
         return f"gds://{directory}?capacity=256MiB&segment=8MiB"
