@@ -109,6 +109,7 @@ class Mover:
         self._rotating: asyncio.Task[None] | None = None
         self._epoch = 0
         self._ready = False
+        self._old_blocks = False  # the backend may hold what was rotated away
         self._closing = False
         self._count: Counter[str] = Counter()
 
@@ -152,13 +153,23 @@ class Mover:
             self._rotating.cancel()
         clean = await self._ended(CLOSE_GRACE_S)
         if self._tier is not None:
-            closing = self._loop.create_task(self._tier.close(), name="tierkv-close")
+            closing = self._loop.create_task(self._close_tier(clean), name="tierkv-close")
             left_s = max(last - self._loop.time(), CLOSE_GRACE_S)
             await asyncio.wait({closing}, timeout=left_s)
             clean = clean and closing.done() and closing.result()
         if not clean:
             _log.warning("tier %s: closed without waiting for a call that hangs", self.tier)
         return clean
+
+    async def _close_tier(self, idle: bool) -> bool:
+        """Close the backend; first forget what a rotation that was cut short left in it.
+
+        Not while a hung write could still follow: then it is as if the process had been killed.
+        """
+        assert self._tier is not None
+        old, self._old_blocks = self._old_blocks, False
+        cleared = not old or (idle and await self._tier.clear())
+        return await self._tier.close() and cleared
 
     async def _ended(self, timeout_s: float) -> bool:
         """Wait for runs and rotation; whether all ended in time."""
@@ -210,6 +221,7 @@ class Mover:
             return
         self._epoch = epoch
         self._ready = False
+        self._old_blocks = True
         for run in list(self._runs):
             run.end(End.ROTATED)
         self._release_retires()
@@ -435,6 +447,7 @@ class Mover:
             wait_s = min(wait_s * 2, 60.0)
         if epoch == self._epoch:
             self._ready = True
+            self._old_blocks = False
             self._count["rotations"] += 1
             self._emit(Recovered(NO_KEYS, epoch))
 

@@ -47,6 +47,22 @@ async def next_events(storage: LocalStorage, awake: asyncio.Event) -> list[objec
     return list(storage.poll())
 
 
+async def test_a_close_that_cuts_a_rotation_short_forgets_all_the_same(
+    arena: Arena, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(CONFIG, url=f"file://{tmp_path}/kv")
+    async with await LocalStorage.open(config, arena) as storage:
+        storage.submit(move(MoveKind.SAVE, 1, range(5)))
+    storage = await LocalStorage.open(config, arena)
+    storage.submit(move(MoveKind.LOAD, 2, range(5)))  # the rotation waits for its end
+    storage.rotate(1)
+    assert await storage.aclose(deadline_s=0)
+    async with await LocalStorage.open(config, arena, epoch=1) as again:
+        (recovered,) = again.poll()
+        assert isinstance(recovered, Recovered)
+        assert len(recovered.keys) == 0
+
+
 async def test_the_first_event_is_what_was_recovered(arena: Arena, tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, url=f"file://{tmp_path}/kv")
     async with await LocalStorage.open(config, arena) as storage:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,8 +45,8 @@ def du(url: Url, as_json: AsJson = False) -> None:
 def evict(
     url: Url,
     namespace: Annotated[
-        str, typer.Option(help="Only what is of this one: its text or digest, as `ls` shows it.")
-    ] = "",
+        str | None, typer.Option(help="Only what is of this one: its text or its whole digest.")
+    ] = None,
     to: Annotated[str, typer.Option(help="Until the store takes this much, like 100GiB.")] = "",
     everything: Annotated[bool, typer.Option("--all", help="All of it.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
@@ -71,6 +69,8 @@ def evict(
 
 
 def _inspect(url: str) -> Inspection:
+    import asyncio
+
     from tierkv.backend import SupportsInspect
     from tierkv.errors import ConfigError
     from tierkv.registry import make_backend
@@ -84,7 +84,9 @@ def _inspect(url: str) -> Inspection:
     return asyncio.run(backend.inspect())
 
 
-def _evict(url: str, namespace: str, to: str, *, everything: bool, yes: bool) -> Eviction:
+def _evict(url: str, namespace: str | None, to: str, *, everything: bool, yes: bool) -> Eviction:
+    import asyncio
+
     from tierkv.backend import SupportsEvict
     from tierkv.errors import ConfigError
     from tierkv.registry import make_backend
@@ -99,7 +101,7 @@ def _evict(url: str, namespace: str, to: str, *, everything: bool, yes: bool) ->
             f"backend {backend.scheme!r} gives up nothing from outside; "
             "one that does implements tierkv.backend.SupportsEvict"
         )
-    digest = _digest(url, namespace) if namespace else None
+    digest = None if namespace is None else _digest(url, namespace)
     if not yes:
         _confirm(url, namespace, "everything" if everything else f"all above {gib(keep_bytes)}")
     return asyncio.run(backend.evict(lambda _: None, namespace=digest, keep_bytes=keep_bytes))
@@ -110,17 +112,17 @@ def _digest(url: str, namespace: str) -> bytes:
     from tierkv.errors import ConfigError
 
     known = {p.namespace_hex: p.namespace for p in _inspect(url).parts if p.namespace_hex}
-    meant = [h for h, text in known.items() if namespace == text or h.startswith(namespace.lower())]
+    meant = [h for h, text in known.items() if namespace and namespace in (text, h)]
     if len(meant) != 1:
         which = "is not in" if not meant else f"names {len(meant)} namespaces of"
         raise ConfigError(
             f"--namespace {namespace!r} {which} {url}; write one that `tierkv ls` shows, or the "
-            "whole of its digest"
+            "digest that its --json does"
         )
     return bytes.fromhex(meant[0])
 
 
-def _confirm(url: str, namespace: str, what: str) -> None:
+def _confirm(url: str, namespace: str | None, what: str) -> None:
     import sys
 
     from tierkv.errors import ConfigError
@@ -156,6 +158,8 @@ def _part(part: StorePart, *, keys: bool = False) -> dict[str, Any]:
 
 
 def _when(seconds: float | None) -> str:
+    from datetime import UTC, datetime
+
     if seconds is None:
         return "-"
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
