@@ -130,6 +130,8 @@ class Desk:
 
     async def rotate(self) -> None:
         assert self.storage is not None
+        if self.closing:  # from then on it would change nothing
+            return
         self.epoch += 1
         self._recovered.clear()
         self.journal.note("c")
