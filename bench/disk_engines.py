@@ -84,6 +84,11 @@ class Engine(ABC):
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
 
+    @property
+    def room_bytes(self) -> int:
+        """What it may fill before it uses space again."""
+        return self.setup.sets * self.setup.blocks * self.setup.block_bytes
+
     @abstractmethod
     async def open(self) -> None:
         """Get ready to move."""
@@ -135,11 +140,18 @@ class PortEngine(Engine):
         self._port: StoragePort
 
     @property
+    def _segment_bytes(self) -> int:
+        whole = self.setup.blocks * self.setup.block_bytes >= 128 << 20
+        return 256 << 20 if whole else 64 << 20  # the first is what users get
+
+    @property
+    def room_bytes(self) -> int:
+        return super().room_bytes + 5 * self._segment_bytes
+
+    @property
     def _config(self) -> StorageConfig:
         s = self.setup
-        set_bytes = s.blocks * s.block_bytes
-        segment = 256 << 20 if set_bytes >= 128 << 20 else 64 << 20  # the first is what users get
-        capacity = s.sets * set_bytes + 5 * segment
+        segment, capacity = self._segment_bytes, self.room_bytes
         return StorageConfig(
             url=f"nvme://{s.directory}?capacity={capacity}&segment={segment}",
             namespace=self.name.encode().ljust(32, b"\0"),

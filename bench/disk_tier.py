@@ -129,7 +129,8 @@ class Lap:
     async def fill_disk(self) -> None:
         """Write until old sets have to go."""
         self._payload.fill(0)
-        for _ in range(self.engine.setup.sets + 1):
+        setup = self.engine.setup
+        for _ in range(self.engine.room_bytes // (setup.blocks * setup.block_bytes) + 1):
             await self._run(self._jobs(True, self._next_set()), Samples(), "write")
 
     async def round(self, *, drop: bool) -> None:
