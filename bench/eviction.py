@@ -2,7 +2,8 @@
 
 One group, one block per id of the trace. A prompt hits its longest prefix of blocks that are there,
 so a hole ends the hit; what a prompt lacks is stored after it was answered, and of one prompt the
-deepest block leaves first. `Segments` is how the nvme tier does it: it appends to segments, gives
+deepest block leaves first. `Segments` is how the nvme tier is to do it
+(today it gives up whole segments and keeps nothing of them): it appends to segments, gives
 back a whole one where it needs room, and writes again what `tierkv.policy.worth_keeping` says; it
 runs the real function on a real index. Capacities are shares of the footprint, the number of
 distinct blocks of the trace.
