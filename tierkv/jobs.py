@@ -206,7 +206,7 @@ def prompt_chain(layout: Layout, prompt: Prompt, extras: Extras) -> HashChain:
 
 def _block_ids(group: str, table: Sequence[int | None]) -> list[int | None]:
     ids: list[int | None] = []
-    # The usual table, of ints alone, is checked at once: 64 blocks take 5 us, not 100.
+    # The usual table, of ints alone, is checked at once.
     ints = [entry for entry in table if type(entry) is int]
     if ints and len(ints) == len(table) and min(ints) >= 0 and max(ints) < 2**31:
         return [*ints]

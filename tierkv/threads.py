@@ -49,7 +49,7 @@ def _wake(waiter: asyncio.Future[None], _: object) -> None:
 def in_thread(
     pool: Executor, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
 ) -> asyncio.Future[_T]:
-    """Run `function` in the pool, for half of what `run_in_executor` costs.
+    """`run_in_executor` with fewer futures in between.
 
     Like there, cancelling the future does not stop the thread: await it through `finish`. If the
     pool is shut down before the function began, the future is cancelled.
