@@ -126,6 +126,8 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._promises: dict[str, _Promise] = {}
         self._tier_tokens: dict[str, int] = {}
+        # Request id → how often it had been preempted when its load was ordered.
+        self._ordered: dict[str, int] = {}
         self._loads: dict[int, _Load] = {}
         self._block_lists: BlockLists = _no_tables
         self._next = StepMetadata()
@@ -184,6 +186,11 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache:  # it wants logits of its prompt, or no reuse
             return 0, False
         request_id = request.request_id
+        if self._ordered.get(request_id) == request.num_preemptions:
+            # Asked again after an order: that load failed. The engine still reserves the request's
+            # whole length and, for another load, would want as much beside it: with more than half
+            # of the pool that is never there, and whatever waits behind the request waits for ever.
+            return 0, False
         hit = self._ledger.lookup(
             request_id,
             request.block_hashes,
@@ -222,6 +229,7 @@ class SchedulerSide:
         promise = self._promises.pop(request_id, None)
         if not external_tokens:
             return
+        self._ordered[request_id] = request.num_preemptions
         if promise is None or promise.tokens - promise.local_tokens != external_tokens:
             # No supported engine does so; one that did would lose a hit by it, not its life.
             log.warning(
@@ -252,6 +260,7 @@ class SchedulerSide:
         self._requests.pop(request_id, None)
         self._promises.pop(request_id, None)
         self._tier_tokens.pop(request_id, None)
+        self._ordered.pop(request_id, None)
         self._left.discard(request_id)
         if self._ledger is not None:
             self._ledger.release(request_id)
