@@ -30,10 +30,6 @@ from tierkv.local import LocalStorage
 from tierkv.pinned import Arena
 from tierkv.storage import StorageConfig, StoragePort
 
-EXTENT_BYTES: Final = 8 << 20
-"""What `raw` moves per system call: the shape of `nvme`."""
-
-
 _TRIES: Final = 20
 """How often a save that found no room is offered."""
 
@@ -63,7 +59,8 @@ class Setup:
     """What every engine is given.
 
     directory: its own, empty. arena: slot i starts at ``i * block_bytes``. jobs: how many run side
-    by side. blocks: of one set. sets: how many sets of blocks fit on disk before old ones must go.
+    by side at most. blocks: of one set. sets: how many sets of blocks fit on disk before old ones
+    must go.
     """
 
     directory: Path
@@ -80,6 +77,8 @@ class Engine(ABC):
     name: ClassVar[str]
     buffered: ClassVar[bool] = False
     """Whether what it wrote lies in the page cache until it is synced."""
+    beside_load: ClassVar[bool] = False
+    """Whether ``--gil-load both`` measures it beside the spinning thread as well."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -130,6 +129,7 @@ class PortEngine(Engine):
     """tierkv through its storage port, from the arena: checksums, health, deadlines and all."""
 
     name = "tierkv"
+    beside_load = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -141,8 +141,10 @@ class PortEngine(Engine):
 
     @property
     def _segment_bytes(self) -> int:
-        whole = self.setup.blocks * self.setup.block_bytes >= 128 << 20
-        return 256 << 20 if whole else 64 << 20  # the first is what users get
+        set_bytes = self.setup.blocks * self.setup.block_bytes
+        if set_bytes >= 128 << 20:
+            return 256 << 20  # what users get
+        return 64 << 20 if set_bytes >= 16 << 20 else 4 << 20
 
     @property
     def room_bytes(self) -> int:
@@ -230,6 +232,7 @@ class NoSumEngine(PortEngine):
     """The same without reading any payload for its checksum: what the proof costs."""
 
     name = "tierkv-nosum"
+    beside_load = False
 
     def measured(self) -> AbstractContextManager[Any]:
         return mock.patch.object(
@@ -297,6 +300,7 @@ class RawEngine(ThreadedEngine):
     """
 
     name = "raw"
+    call_bytes: ClassVar[int] = 8 << 20
 
     def open_sync(self) -> None:
         path = self.setup.directory / "raw"
@@ -311,7 +315,7 @@ class RawEngine(ThreadedEngine):
         size, arena = self.setup.block_bytes, self.setup.arena.view
         start = job.set_number % self.setup.sets * self._set_bytes
         call = os.pwritev if job.save else os.preadv
-        step = max(EXTENT_BYTES // size, 1)
+        step = max(self.call_bytes // size, 1)
         last = job.first + job.count
         for at in range(job.first, last, step):
             blocks = range(at, min(at + step, last))
@@ -324,6 +328,13 @@ class RawEngine(ThreadedEngine):
 
     def modes(self) -> dict[str, str]:
         return {"direct": direct_of(self._fd)}
+
+
+class RawSmallEngine(RawEngine):
+    """The same in calls of 2 MiB, as a second yardstick."""
+
+    name = "raw-2m"
+    call_bytes = 2 << 20
 
 
 class FilesEngine(ThreadedEngine):
@@ -412,5 +423,13 @@ def direct_files(pid: int, directory: Path) -> str:
 
 ENGINES: Final[dict[str, type[Engine]]] = {
     engine.name: engine
-    for engine in (PortEngine, NoSumEngine, KeeperEngine, FilesEngine, AiofilesEngine, RawEngine)
+    for engine in (
+        PortEngine,
+        NoSumEngine,
+        KeeperEngine,
+        FilesEngine,
+        AiofilesEngine,
+        RawEngine,
+        RawSmallEngine,
+    )
 }

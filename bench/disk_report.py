@@ -60,12 +60,27 @@ def _version(name: str) -> str | None:
     return None
 
 
+BESIDE: Final = " beside a busy thread"
+"""What stands behind an engine's name in the rows of ``--gil-load both``."""
+
+
+def rows(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every line of a run's table; those beside a spinning thread below their engine."""
+    beside = run.get("beside_load", {})
+    lines = {}
+    for name, engine in run["engines"].items():
+        lines[name] = engine
+        if name in beside:
+            lines[name + BESIDE] = beside[name]
+    return lines
+
+
 def show(report: dict[str, Any]) -> None:
     """The table for people."""
     console = Console(width=max(Console().width, 140))
     for run in report["runs"]:
         title = f"{run['block_bytes'] >> 10} KiB blocks, {run['jobs']} jobs side by side"
-        title += ", beside a spinning thread" if report["gil_load"] else ""
+        title += BESIDE if report["gil_load"] == "on" else ""
         table = Table(title=title, title_justify="left")
         table.add_column("engine")
         for kind in ("write", "read", "mixed"):
@@ -74,7 +89,7 @@ def show(report: dict[str, Any]) -> None:
             table.add_column("CPU s/GB", justify="right")
             table.add_column("p99 ms", justify="right")
         table.add_column("direct")
-        for name, engine in run["engines"].items():
+        for name, engine in rows(run).items():
             cells = [name]
             for kind in ("write", "read", "mixed"):
                 k = engine[kind]
@@ -87,36 +102,64 @@ def show(report: dict[str, Any]) -> None:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """GB/s, CPU seconds per GB and latency against block size, for writes and reads."""
+    """GB/s, CPU seconds per GB and latency against block size; latency against jobs as well."""
     import matplotlib.pyplot as plt
 
     jobs = report["runs"][0]["jobs"]
-    runs = [run for run in report["runs"] if run["jobs"] == jobs]
-    runs.sort(key=lambda run: int(run["block_bytes"]))
-    sizes = [run["block_bytes"] / 1024 for run in runs]
-    rows = (("gb_per_s", "GB/s"), ("cpu_s_per_gb", "CPU s per GB"), ("p99_ms", "p99 of a job, ms"))
-    figure, axes = plt.subplots(len(rows), 2, figsize=(10, 10), dpi=130, sharex=True)
+    by_size = [run for run in report["runs"] if run["jobs"] == jobs]
+    by_size.sort(key=lambda run: int(run["block_bytes"]))
+    by_jobs = _most_jobs(report["runs"])
+    names = report["runs"][0]["engines"]
+    style = {name: {"color": f"C{i}", "label": name} for i, name in enumerate(names)}
+    figure, axes = plt.subplots(4 if by_jobs else 3, 2, figsize=(11, 13), dpi=130)
     try:
         for column, kind in enumerate(("write", "read")):
-            for row, (what, label) in enumerate(rows):
-                ax = axes[row][column]
-                for name in runs[0]["engines"]:
-                    values = [run["engines"][name][kind][what] for run in runs]
-                    style = "--" if name == "raw" else "-"
-                    ax.plot(sizes, values, style, marker="o", markersize=3, label=name)
-                ax.set_xscale("log", base=2)
-                ax.set_yscale("linear" if row == 0 else "log")
-                ax.set_ylabel(label)
-                ax.grid(alpha=0.3)
-            axes[0][column].set_title(kind, loc="left")
-            axes[-1][column].set_xlabel("block, KiB")
-        axes[0][0].legend(fontsize=8)
+            _draw_sizes(axes[:3, column], by_size, kind, style)
+            if by_jobs:
+                _draw_jobs(axes[3, column], by_jobs, kind, style)
+            axes[0, column].set_title(kind, loc="left")
+        axes[0, 0].legend(fontsize=8)
         m = report["machine"]
         figure.suptitle(f"{m['cores']} cores, {m['device']}, {m['file_system']}; {jobs} jobs")
         figure.tight_layout()
         figure.savefig(path)
     finally:
         plt.close(figure)
+
+
+def _most_jobs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of the block size with the most numbers of jobs, if it has more than one."""
+    of_size = [[r for r in runs if r["block_bytes"] == run["block_bytes"]] for run in runs]
+    most = max(of_size, key=len)
+    return sorted(most, key=lambda run: int(run["jobs"])) if len(most) > 1 else []
+
+
+def _draw_sizes(axes: Any, runs: list[dict[str, Any]], kind: str, style: dict[str, Any]) -> None:
+    sizes = [run["block_bytes"] / 1024 for run in runs]
+    whats = (("gb_per_s", "GB/s"), ("cpu_s_per_gb", "CPU s per GB"), ("p99_ms", "p99 of a job, ms"))
+    for ax, (what, label) in zip(axes, whats, strict=True):
+        for name, words in style.items():
+            values = [run["engines"][name][kind][what] for run in runs]
+            dash = "--" if name.startswith("raw") else "-"
+            ax.plot(sizes, values, dash, marker="o", markersize=3, **words)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("linear" if what == "gb_per_s" else "log")
+        ax.set_ylabel(label)
+        ax.set_xlabel("block, KiB")
+        ax.grid(alpha=0.3)
+
+
+def _draw_jobs(ax: Any, runs: list[dict[str, Any]], kind: str, style: dict[str, Any]) -> None:
+    jobs = [run["jobs"] for run in runs]
+    for name, words in style.items():
+        for what, dash in (("p50_ms", "-"), ("p99_ms", ":")):
+            values = [run["engines"][name][kind][what] for run in runs]
+            ax.plot(jobs, values, dash, marker="o", markersize=3, color=words["color"])
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_ylabel("a job, ms: p50, p99 dotted")
+    ax.set_xlabel(f"jobs side by side, {runs[0]['block_bytes'] >> 10} KiB blocks")
+    ax.grid(alpha=0.3)
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -127,76 +170,31 @@ def markdown(report: dict[str, Any]) -> str:
         f"medians of {report['rounds']} interleaved rounds, page cache "
         + ("dropped before every read." if report["page_cache_dropped"] else "left alone."),
         "",
+        *([f"`{report['command']}`", ""] if "command" in report else []),
         "| block | engine | write | cold read | both at once | p99 of a 16 MiB read, ms |",
         "|---|---|---|---|---|---|",
     ]
     for run in report["runs"]:
-        for name, engine in run["engines"].items():
+        for name, engine in rows(run).items():
             cells = [
                 f"{engine[kind]['gb_per_s']:.2f} ({engine[kind]['cpu_s_per_gb']:.2f})"
                 for kind in ("write", "read", "mixed")
             ]
             cells.append(f"{engine['read']['p99_ms']:.0f}")
             size = f"{run['block_bytes'] >> 10} KiB"
+            if run["jobs"] != report["runs"][0]["jobs"]:
+                size += f", {run['jobs']} jobs"
             lines.append(f"| {' | '.join((size, name, *cells))} |")
     return "\n".join(lines)
 
 
-GOALS: Final = {
-    64 << 10: {"write": (3.5, 1 / 5), "read": (1.8, 1 / 3)},
-    1 << 20: {"write": (1.0, 0.85), "read": (1.0, 0.85)},
-}
-"""Block bytes → kind → blocks a second (at least) and CPU seconds per GB without checksums (at
-most), both as shares of vllm-fs. Where more than its rate is asked for, `OF_RAW` of the disk's
-limit is enough instead; that is due in any case, and so are checksums within `SUM_CPU_S_PER_GB`."""
-OF_RAW: Final = 0.9
-SUM_CPU_S_PER_GB: Final = 0.13
-
-
-def verdict(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each run and goal that the engines measured allow: what was found, and whether it is met.
-
-    Found are ratios of medians.
-    """
-    found = []
-    for run in report["runs"]:
-        engines = run["engines"]
-        for kind, (rate, cpu) in GOALS.get(run["block_bytes"], {}).items():
-            ours, plain, files, raw = (
-                engines.get(name, {}).get(kind)
-                for name in ("tierkv", "tierkv-nosum", "vllm-fs", "raw")
-            )
-            of_raw = ours["blocks_per_s"] / raw["blocks_per_s"] if ours and raw else None
-            at_limit = of_raw is not None and of_raw >= OF_RAW
-            if of_raw is not None:
-                found.append(_judged(run, kind, f"blocks/s of raw ({OF_RAW})", of_raw, at_limit))
-            if ours and files:
-                ratio = ours["blocks_per_s"] / files["blocks_per_s"]
-                enough = at_limit and rate > 1
-                what = f"blocks/s of vllm-fs (at least {rate}"
-                what += f", or {OF_RAW} of raw)" if rate > 1 else ")"
-                found.append(_judged(run, kind, what, ratio, enough or ratio >= rate))
-            if plain and files:
-                share = plain["cpu_s_per_gb"] / files["cpu_s_per_gb"]
-                what = f"CPU of vllm-fs without checksums (at most {cpu:.2f})"
-                found.append(_judged(run, kind, what, share, share <= cpu))
-            if plain and ours:
-                cost = ours["cpu_s_per_gb"] - plain["cpu_s_per_gb"]
-                what = f"CPU s/GB of checksums (at most {SUM_CPU_S_PER_GB})"
-                found.append(_judged(run, kind, what, cost, cost <= SUM_CPU_S_PER_GB))
-    return found
-
-
-def _judged(run: dict[str, Any], kind: str, what: str, value: float, met: bool) -> dict[str, Any]:
-    size = {"block_bytes": run["block_bytes"], "jobs": run["jobs"], "kind": kind}
-    return {**size, "goal": what, "found": round(value, 3), "met": met}
-
-
 def show_verdict(judged: list[dict[str, Any]]) -> None:
     """The goals for people."""
-    table = Table("block", "kind", "goal", "found", "met", title="goals", title_justify="left")
+    columns = ("block", "engine", "kind", "goal", "found", "met")
+    table = Table(*columns, title="goals", title_justify="left")
     for one in judged:
         size = f"{one['block_bytes'] >> 10} KiB"
-        met = "yes" if one["met"] else "NO"
-        table.add_row(size, one["kind"], one["goal"], f"{one['found']:.3f}", met)
+        met = {True: "yes", False: "NO", None: "-"}[one["met"]]
+        row = (size, one["engine"], one["kind"], one["goal"], f"{one['found']:.3f}", met)
+        table.add_row(*row)
     Console(width=max(Console().width, 140)).print(table)

@@ -11,11 +11,14 @@ that space is used again from then on, as it is in a store that has run for a wh
 Engines: ``tierkv`` (in process), ``tierkv-nosum`` (without checksums, to see what they cost),
 ``tierkv-keeper`` (in a process of its own), ``files`` and ``aiofiles`` (a file per block, renamed
 into place), ``vllm-fs`` (vLLM's own tier; run this with the interpreter that has vLLM), ``raw``
-(the disk's limit for 8 MiB vectored direct I/O). Buffered engines are synced inside the clock.
+(the disk's limit for 8 MiB vectored direct I/O), ``raw-2m`` (the same in calls of 2 MiB). Buffered
+engines are synced inside the clock.
 
 ``--block-bytes`` and ``--jobs`` take lists and are swept. ``--gil-load`` adds a thread that spins
-in Python in this process. ``--png`` draws the curves; ``--draw FILE`` draws those of earlier JSON,
-and ``--markdown FILE`` prints its table. At the end stands which goals of the tier were met.
+in Python in this process; ``--gil-load both`` measures ``tierkv`` and ``tierkv-keeper`` with and
+without it, one right after the other. ``--png`` draws the curves; ``--draw FILE`` draws those of
+earlier JSON, and ``--markdown FILE`` prints its table. At the end stands which goals of the tier
+were met (`bench.disk_goals`). Whatever stands still is ended and named (`bench.watchdog`).
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -41,9 +45,10 @@ import numpy as np
 import uvloop
 from rich.progress import Progress
 
-from bench import disk_report
+from bench import disk_goals, disk_report
 from bench.disk_engines import ENGINES, Engine, Job, Setup
 from bench.gil import Spinner
+from bench.watchdog import Stalled, Watchdog
 from tierkv.blocks import HASH_BYTES
 from tierkv.pinned import Arena
 from tierkv.urls import parse_size
@@ -54,6 +59,8 @@ SET_BYTES: Final = 256 << 20
 SET_BLOCKS: Final = 8192
 """Bounds of jobs and sets: a file per 4 KiB block would take minutes a round."""
 KINDS: Final = ("write", "read", "mixed")
+ON: Final = "on"
+BOTH: Final = "both"
 _DROP_CACHES: Final = Path("/proc/sys/vm/drop_caches")
 _SETS_ON_DISK: Final = 3
 
@@ -83,7 +90,7 @@ class Payload:
 
 @dataclass(slots=True)
 class Samples:
-    """What one engine showed. Lists have an entry a round."""
+    """What one engine showed. Lists have an entry a round, but for `job_s`: one a job."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     cpu_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -105,6 +112,8 @@ class Samples:
                 "cpu_s_per_gb": round(cpu_s / gb, 4),
                 "p50_ms": round(p50_s * 1e3, 3),
                 "p99_ms": round(p99_s * 1e3, 3),
+                "seconds": [round(s, 5) for s in self.seconds[kind]],
+                "cpu_s": [round(s, 5) for s in self.cpu_s[kind]],
             }
         return {
             **kinds,
@@ -115,13 +124,16 @@ class Samples:
 
 
 class Lap:
-    """One engine in one configuration, round after round."""
+    """One engine at one block size, round after round.
 
-    def __init__(self, engine: Engine, payload: Payload, *, gil_load: bool) -> None:
+    samples: what it showed by the number of jobs side by side, and whether a thread was spinning.
+    """
+
+    def __init__(self, engine: Engine, payload: Payload, watchdog: Watchdog) -> None:
         self.engine = engine
-        self.samples = Samples()
+        self.samples: dict[tuple[int, bool], Samples] = defaultdict(Samples)
         self._payload = payload
-        self._gil_load = gil_load
+        self._watchdog = watchdog
         self._sets: list[bytes] = []
         self._count = 0
         self._per_job = min(max(JOB_BYTES // engine.setup.block_bytes, 1), JOB_BLOCKS)
@@ -129,23 +141,25 @@ class Lap:
     async def fill_disk(self) -> None:
         """Write until old sets have to go."""
         self._payload.fill(0)
-        setup = self.engine.setup
+        setup, nothing = self.engine.setup, Samples()
         for _ in range(self.engine.room_bytes // (setup.blocks * setup.block_bytes) + 1):
-            await self._run(self._jobs(True, self._next_set()), Samples(), "write")
+            jobs = self._jobs(True, self._next_set())
+            await self._run(jobs, "write", nothing, setup.jobs, spin=False)
 
-    async def round(self, *, drop: bool) -> None:
+    async def round(self, at_once: int, *, spin: bool, drop: bool) -> None:
         """Write a set, read it back, then read half of it while half of another is written."""
-        blocks, samples = self.engine.setup.blocks, self.samples
+        blocks, samples = self.engine.setup.blocks, self.samples[at_once, spin]
+        run = partial(self._run, samples=samples, at_once=at_once, spin=spin)
         hashes = self._next_set()
         self._payload.fill(self._count)
-        await self._run(self._jobs(True, hashes), samples, "write")
+        await run(self._jobs(True, hashes), "write")
         self.engine.stored(hashes)
         self._payload.wipe()
         if drop:
             await asyncio.to_thread(drop_page_cache_sync)
-        await self._run(self._jobs(False, hashes), samples, "read")
+        await run(self._jobs(False, hashes), "read")
         samples.wrong_blocks += self._payload.wrong()
-        await self._look_up(hashes)
+        await self._look_up(hashes, samples)
         half = blocks // 2
         if drop:
             await asyncio.to_thread(drop_page_cache_sync)
@@ -153,7 +167,7 @@ class Lap:
         loads = [job for job in self._jobs(False, hashes) if job.first >= half]
         saves = [job for job in self._jobs(True, self._next_set()) if job.first < half]
         both = [job for pair in zip(loads, saves, strict=False) for job in pair]
-        await self._run([*both, *loads[len(saves) :], *saves[len(loads) :]], samples, "mixed")
+        await run([*both, *loads[len(saves) :], *saves[len(loads) :]], "mixed")
         samples.wrong_blocks += self._payload.wrong(half)
         samples.modes = self.engine.modes()
 
@@ -175,21 +189,28 @@ class Lap:
             for a, b in zip(edges, [*edges[1:], 2 * half], strict=True)
         ]
 
-    async def _run(self, jobs: Sequence[Job], samples: Samples, kind: str) -> None:
+    async def _run(
+        self, jobs: Sequence[Job], kind: str, samples: Samples, at_once: int, *, spin: bool
+    ) -> None:
         """All jobs, so many at a time, with clocks around."""
         left = iter(jobs)
+        what = f"{self._what}, {at_once} jobs side by side: a {{}} of {{}} blocks"
 
         async def work() -> None:
             for job in left:
                 began = time.perf_counter()
-                await self.engine.move(job)
+                name = what.format("save" if job.save else "load", job.count)
+                async with self._watchdog.limited(name):
+                    await self.engine.move(job)
                 samples.job_s[kind].append(time.perf_counter() - began)
 
-        spinner = Spinner() if self._gil_load else None
+        spinner = Spinner() if spin else None
         with spinner or contextlib.nullcontext(), self.engine.measured():
             spun_s = spinner.cpu_s() if spinner else 0.0
             cpu_s, began = self.engine.cpu_s(), time.perf_counter()
-            await asyncio.gather(*(work() for _ in range(self.engine.setup.jobs)))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(at_once):
+                    group.create_task(work())
             if self.engine.buffered and kind != "read":
                 await asyncio.to_thread(os.sync)
             seconds = time.perf_counter() - began
@@ -198,11 +219,16 @@ class Lap:
         samples.seconds[kind].append(seconds)
         samples.cpu_s[kind].append(cpu_s)
 
-    async def _look_up(self, hashes: bytes) -> None:
+    async def _look_up(self, hashes: bytes, samples: Samples) -> None:
         began = time.perf_counter()
-        found = await self.engine.find(hashes)
+        async with self._watchdog.limited(f"{self._what}: a lookup"):
+            found = await self.engine.find(hashes)
         seconds = time.perf_counter() - began
-        self.samples.lookups_per_s.append(found / seconds)
+        samples.lookups_per_s.append(found / seconds)
+
+    @property
+    def _what(self) -> str:
+        return f"{self.engine.name}, {self.engine.setup.block_bytes >> 10} KiB blocks"
 
 
 def drop_page_cache_sync() -> None:
@@ -220,34 +246,79 @@ def engine_class(name: str) -> type[Engine]:
 
 
 async def measure(
-    args: argparse.Namespace, folder: Path, block_bytes: int, jobs: int, progress: Progress
-) -> dict[str, Any]:
-    """All engines at one block size and number of jobs."""
+    args: argparse.Namespace, folder: Path, block_bytes: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """All engines at one block size, with every number of jobs side by side."""
     blocks = (args.blocks or min(max(SET_BYTES // block_bytes, 2), SET_BLOCKS)) // 2 * 2
-    label = f"{block_bytes >> 10} KiB, {jobs} jobs"
-    task = progress.add_task(label, total=len(args.engines) * (args.rounds + 1))
-    async with contextlib.AsyncExitStack() as stack:
+    jobs = args.jobs if args.jobs_at in (None, block_bytes) else args.jobs[:1]
+    plan = _plan(args, jobs)
+    total = args.rounds * sum(map(len, plan))
+    task = progress.add_task(f"{block_bytes >> 10} KiB", total=total)
+    async with Watchdog() as watchdog, contextlib.AsyncExitStack() as stack:
         arena = stack.enter_context(Arena.create(blocks * block_bytes, prefault=True))
         payload = Payload(arena, block_bytes)
-        laps = []
+        laps = {}
         for name in args.engines:
-            directory = folder / f"{name}-{block_bytes}-{jobs}"
+            progress.update(task, description=f"{block_bytes >> 10} KiB: filling, {name}")
+            directory = folder / f"{name}-{block_bytes}"
             directory.mkdir()
             stack.callback(shutil.rmtree, directory)
-            setup = Setup(directory, arena, block_bytes, blocks, jobs, _SETS_ON_DISK)
+            setup = Setup(directory, arena, block_bytes, blocks, max(jobs), _SETS_ON_DISK)
             engine = engine_class(name)(setup)
-            await engine.open()
-            stack.push_async_callback(engine.close)
-            laps.append(Lap(engine, payload, gil_load=args.gil_load))
-            await laps[-1].fill_disk()
-            progress.advance(task)
+            async with watchdog.limited(f"{name}: opening"):
+                await engine.open()
+            stack.push_async_callback(_close, engine, watchdog)
+            laps[name] = Lap(engine, payload, watchdog)
+            await laps[name].fill_disk()
         for number in range(args.rounds):
-            turn = number % len(laps)
-            for lap in laps[turn:] + laps[:turn]:
-                await lap.round(drop=args.drop)
+            for name, at_once, spin in _turned(plan, number):
+                progress.update(task, description=f"{block_bytes >> 10} KiB: {name}")
+                await laps[name].round(at_once, spin=spin, drop=args.drop)
                 progress.advance(task)
-        engines = {lap.engine.name: lap.samples.summary(lap.engine.setup) for lap in laps}
-    return {"block_bytes": block_bytes, "jobs": jobs, "blocks": blocks, "engines": engines}
+    return [_run_of(laps.values(), block_bytes, blocks, n, args.gil_load) for n in jobs]
+
+
+async def _close(engine: Engine, watchdog: Watchdog) -> None:
+    async with watchdog.limited(f"{engine.name}: closing"):
+        await engine.close()
+
+
+Turn = tuple[str, int, bool]
+"""An engine, jobs side by side, beside a spinning thread or not."""
+
+
+def _plan(args: argparse.Namespace, jobs: Sequence[int]) -> list[list[Turn]]:
+    """What a round consists of. What belongs together comes one right after the other."""
+    plan = []
+    for at_once in jobs:
+        for name in args.engines:
+            twice = args.gil_load == BOTH and at_once == jobs[0] and engine_class(name).beside_load
+            spins = (False, True) if twice else (args.gil_load == ON,)
+            plan.append([(name, at_once, spin) for spin in spins])
+    return plan
+
+
+def _turned(plan: list[list[Turn]], number: int) -> list[Turn]:
+    """Every round begins elsewhere, and every other one goes backwards."""
+    start = number * len(plan) // 3 % len(plan)
+    turned = [turn for together in plan[start:] + plan[:start] for turn in together]
+    return turned[::-1] if number % 2 else turned
+
+
+def _run_of(
+    laps: Iterable[Lap], block_bytes: int, blocks: int, at_once: int, gil_load: str
+) -> dict[str, Any]:
+    """The JSON of one block size with one number of jobs."""
+
+    def engines(spin: bool) -> dict[str, Any]:
+        told = {lap.engine.name: (lap, lap.samples.get((at_once, spin))) for lap in laps}
+        return {name: s.summary(lap.engine.setup) for name, (lap, s) in told.items() if s}
+
+    run: dict[str, Any] = {"block_bytes": block_bytes, "jobs": at_once, "blocks": blocks}
+    run["engines"] = engines(gil_load == ON)
+    if gil_load == BOTH and (beside := engines(True)):
+        run["beside_load"] = beside
+    return run
 
 
 def _sizes(text: str) -> list[int]:
@@ -260,10 +331,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where to write")
     parser.add_argument("--block-bytes", type=_sizes, default="64KiB", help="like 64KiB,1MiB")
     parser.add_argument("--blocks", type=int, help="per set (default: 256 MiB, 8192 at most)")
-    parser.add_argument("--jobs", default="8", help="moves side by side, like 1,8")
+    parser.add_argument("--jobs", default="8", help="moves side by side, like 8,1,16")
+    parser.add_argument(
+        "--jobs-at",
+        type=partial(parse_size, what="--jobs-at"),
+        help="the block size at which all of --jobs are tried, at others only its first",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", help="like tierkv,raw (default: all that are installed)")
-    parser.add_argument("--gil-load", action="store_true", help="beside a thread that spins")
+    parser.add_argument(
+        "--gil-load", nargs="?", choices=(ON, BOTH), const=ON, help="beside a thread that spins"
+    )
     parser.add_argument("--warm", action="store_true", help="leave the page cache alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, help="write the JSON to this file as well")
@@ -276,33 +354,35 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown := [name for name in args.engines if name not in known]:
         parser.error(f"not an engine here: {', '.join(unknown)}; write some of {', '.join(known)}")
     args.jobs = [int(n) for n in args.jobs.split(",")]
+    args.command = _command(sys.argv[1:] if argv is None else argv)
     args.drop = not args.warm and os.access(_DROP_CACHES, os.W_OK)
     return args
+
+
+def _command(argv: Sequence[str]) -> str:
+    """What to type to measure the same: without what says where, and in what form it is told."""
+    silent = {"--dir", "--out", "--png", "--json"}
+    words, skip = ["python -m bench.disk_tier"], False
+    for word in argv:
+        if skip:
+            skip = False
+        elif word.partition("=")[0] in silent:
+            skip = "=" not in word and word != "--json"
+        else:
+            words.append(word)
+    return " ".join(words)
 
 
 async def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Every block size with every number of jobs."""
     with Progress(console=disk_report.stderr(), transient=True) as progress:
-        return [
-            await measure(args, folder, block_bytes, jobs, progress)
-            for block_bytes in args.block_bytes
-            for jobs in args.jobs
-        ]
+        runs = [await measure(args, folder, size, progress) for size in args.block_bytes]
+    return [one for of_size in runs for one in of_size]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, draw; the exit status is 1 where a block was read wrong."""
-    args = parse(argv)
-    if args.draw:
-        disk_report.draw(json.loads(args.draw.read_text()), args.png)
-        return 0
-    if args.markdown:
-        print(disk_report.markdown(json.loads(args.markdown.read_text())))
-        return 0
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="tierkv-bench-") as folder:
-        machine = disk_report.machine(Path(folder))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runs = runner.run(run(args, Path(folder)))
+def _report(
+    args: argparse.Namespace, runs: list[dict[str, Any]], machine: dict[str, Any]
+) -> dict[str, Any]:
     report = {
         # One run is the usual case, so its engines stand at the top as well.
         "engines": runs[0]["engines"],
@@ -311,9 +391,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         "job_bytes": JOB_BYTES,
         "gil_load": args.gil_load,
         "page_cache_dropped": args.drop,
+        "command": args.command,
         "machine": machine,
     }
-    report["verdict"] = disk_report.verdict(report)
+    report["verdict"] = disk_goals.verdict(report)
+    return report
+
+
+def _stalled(exc: BaseException) -> str | None:
+    """What stood still, if that is what ended the run."""
+    if isinstance(exc, ExceptionGroup):
+        return next(filter(None, map(_stalled, exc.exceptions)), None)
+    return str(exc) if isinstance(exc, Stalled) else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, draw. Exit status 1: a block was read wrong; 2: an engine stood still."""
+    args = parse(argv)
+    if args.draw:
+        disk_report.draw(json.loads(args.draw.read_text()), args.png)
+        return 0
+    if args.markdown:
+        print(disk_report.markdown(json.loads(args.markdown.read_text())))
+        return 0
+    try:
+        with tempfile.TemporaryDirectory(dir=args.dir, prefix="tierkv-bench-") as folder:
+            machine = disk_report.machine(Path(folder))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runs = runner.run(run(args, Path(folder)))
+    except (Stalled, ExceptionGroup) as exc:
+        if (line := _stalled(exc)) is None:
+            raise
+        print(f"disk_tier: stopped: {line}", file=sys.stderr)
+        return 2
+    report = _report(args, runs, machine)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -324,7 +435,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         disk_report.show_verdict(report["verdict"])
     if args.png:
         disk_report.draw(report, args.png)
-    wrong = sum(e["wrong_blocks"] for r in runs for e in r["engines"].values())
+    parts = (run.get(part, {}) for run in runs for part in ("engines", "beside_load"))
+    wrong = sum(engine["wrong_blocks"] for part in parts for engine in part.values())
     if wrong:
         print(f"{wrong} blocks were read wrong", file=sys.stderr)
     return 1 if wrong else 0

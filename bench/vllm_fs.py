@@ -92,15 +92,29 @@ class VllmFsEngine(Engine):
         submit(transfer)
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
-        result = await done
+            self._poller.add_done_callback(self._polled)
+        try:
+            result = await done
+        finally:
+            self._waiting.pop(job_id, None)
         if not result.success:
             raise RuntimeError("vllm-fs: a job failed")
 
     async def _poll(self) -> None:
         while self._waiting:
             for result in self._manager.get_finished_jobs():
-                self._waiting.pop(result.job_id).set_result(result)
+                done = self._waiting.pop(result.job_id, None)
+                if done is not None and not done.done():  # not given up meanwhile
+                    done.set_result(result)
             await asyncio.sleep(_POLL_S)
+
+    def _polled(self, poller: asyncio.Task[None]) -> None:
+        """Nobody may wait for ever for what a poller that failed will not bring."""
+        error = poller.exception() if not poller.cancelled() else RuntimeError("cancelled")
+        if error is not None:
+            for done in self._waiting.values():
+                if not done.done():
+                    done.set_exception(error)
 
     async def find(self, hashes: bytes) -> int:
         left = [make_offload_key(name, 0) for name in split(hashes)]
