@@ -83,6 +83,16 @@ class Meta:
             return None
 
 
+def has_other_format_sync(directory: Path) -> bool:
+    """Whether ``meta.json`` is there, can be read, and is of another version than this one."""
+    try:
+        data: Any = json.loads(read_file_sync(directory / META_NAME))
+    except (FileNotFoundError, ValueError):
+        return False
+    version = data.get("format") if isinstance(data, dict) else None
+    return isinstance(version, int) and version != FORMAT_VERSION
+
+
 def _sum_of(fields: dict[str, Any]) -> str:
     text = json.dumps(fields, sort_keys=True)
     return f"{xxhash.xxh3_64_intdigest(text.encode()):016x}"

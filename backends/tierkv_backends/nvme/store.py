@@ -38,7 +38,7 @@ from tierkv_backends.nvme.format import (
 from tierkv_backends.nvme.lock import own_sync, root_lock_sync
 from tierkv_backends.nvme.options import Direct, EngineName, Options
 from tierkv_backends.nvme.quota import META_NAME, SNAPSHOT_NAME
-from tierkv_backends.nvme.recovery import Meta, Recovered, recover_sync
+from tierkv_backends.nvme.recovery import Meta, Recovered, has_other_format_sync, recover_sync
 from tierkv_backends.nvme.table import Segment
 
 log = logging.getLogger(__name__)
@@ -279,7 +279,8 @@ def _open_owned_sync(
         if (directory / META_NAME).exists() or quota.segment_paths_sync(directory):
             raise StoreUnusableError(f"nvme store {directory}: {META_NAME} cannot be read now")
         meta = _meta_of(context)
-        replace_sync(directory / META_NAME, meta.pack(), durable=False)
+        # Durable: after a power loss, one that is there but empty could not be told from ours.
+        replace_sync(directory / META_NAME, meta.pack(), durable=True)
     for stale in (*directory.glob("*.tmp"), *directory.glob("probe-*")):
         stale.unlink(missing_ok=True)
     recovered = recover_sync(directory, meta)
@@ -331,6 +332,14 @@ def _directory_sync(root: Path, context: BackendContext) -> Path:
         meta = Meta.read_sync(directory)
         if meta is not None and meta.namespace == context.namespace:
             return directory
-        if not (directory / META_NAME).exists() and not quota.segment_paths_sync(directory):
+        there = (directory / META_NAME).exists()
+        if not there and not quota.segment_paths_sync(directory):
             return directory
+        if there and meta is None and not has_other_format_sync(directory):
+            # It may be ours. Passed over now and read again later, it would not know of clears
+            # that were written down in another directory meanwhile.
+            raise StoreUnusableError(
+                f"nvme store {directory}: {META_NAME} cannot be read, so it does not say what was "
+                "cleared; restore it, or delete this directory"
+            )
         log.warning("nvme: %s has another format or namespace; ignored", directory)

@@ -228,3 +228,21 @@ async def test_tmpfs_is_buffered_and_says_so(small_disk: Path, opened: Opened) -
         f"nvme://{small_disk}?capacity=512KiB&segment=64KiB&direct=on", StoreUnusableError,
         "direct=on, but direct I/O does not work",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"format": "1"}'])
+async def test_a_description_that_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, opened: Opened, spoilt: bytes
+) -> None:
+    async with opened(tmp_path) as backend:
+        await save(backend, make_blocks(3, [4096]))
+    (meta,) = tmp_path.glob("*/meta.json")
+    whole = meta.read_bytes()
+    meta.write_bytes(spoilt)
+    says = r"meta\.json cannot be read.*restore it, or delete this directory"
+    await refused(f"nvme://{tmp_path}?capacity=2MiB&segment=64KiB", StoreUnusableError, says)
+    assert [path.name for path in tmp_path.glob("*/")] == [meta.parent.name]
+    meta.write_bytes(whole)
+    async with opened(tmp_path) as backend:
+        blocks = make_blocks(3, [4096])
+        assert await load(backend, sizes(blocks)) == blocks
