@@ -36,8 +36,9 @@ STAGING_BYTES: Final = 1 << 20
 in a cache between their two copies (bench/device.py)."""
 
 SHORT_RUN_BYTES: Final = 256 << 10
-"""Slots that lie alone are copied one by one, in some 50 µs each beside the copy, where they are
-longer than this (bench/device.py); shorter ones go through staging, many in a call."""
+"""Of blocks without strips (`tierkv.runs`). Slots that lie alone are copied one by one, in some
+50 µs each beside the copy, where they are longer than this (bench/device.py); shorter ones go
+through staging, many in a call."""
 
 
 def arena_tensor(arena: memoryview) -> torch.Tensor:
@@ -230,7 +231,9 @@ class Pages:
         the arena; those between the blocks stay as they are. `ValueError`: nothing was copied.
         """
         for part, pages, inside in self._in_host(groups, block_ids, arena, offsets):
-            if inside:
+            if pages.strips is not None:
+                pages.to_slots(part.block_ids, arena.numpy(), part.offsets)
+            elif inside:
                 rows = pages.rows(arena[int(part.offsets[0]) :], part.slot, len(part))
                 pages.collect(part.block_ids, rows)
             else:
@@ -253,6 +256,9 @@ class Pages:
         no tensor of the group stay as they are.
         """
         for part, pages, inside in self._in_host(groups, block_ids, arena, offsets):
+            if pages.strips is not None:
+                pages.from_slots(part.block_ids, arena.numpy(), part.offsets)
+                continue
             if inside:
                 rows = pages.rows(arena[int(part.offsets[0]) :], part.slot, len(part))
             else:
@@ -269,7 +275,9 @@ class Pages:
         """Parts for host memory; with True where one can be copied in place, as rows of slots."""
         for whole in self.parts(groups, block_ids, offsets, arena.numel()):
             pages, runs = self._groups[whole.group], whole.runs()
-            if pages.device.type == "cpu" and whole.payload_bytes >= SHORT_RUN_BYTES * len(runs):
+            if pages.strips is not None:
+                yield whole, pages, False
+            elif pages.device.type == "cpu" and whole.payload_bytes >= SHORT_RUN_BYTES * len(runs):
                 for first, end in runs:
                     yield whole.take(first, end), pages, True
             else:

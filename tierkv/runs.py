@@ -7,12 +7,13 @@ is between pages and rows of words, one row a block, wherever these lie on the s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from tierkv.blocks import ARENA_ALIGN, slot_bytes
@@ -31,6 +32,12 @@ _SERIAL_WORDS: Final = 32768
 """Of one call on a CPU: at::internal::GRAIN_SIZE, the most that torch copies in the caller's own
 thread. Where cores are busy, as beside an engine, a copy shared among threads waits for the slowest
 of them again and again: 20 times slower than alone (bench/device.py)."""
+
+
+STRIP_BYTES: Final = 16 << 10
+"""From this many bytes of a block on, one call of numpy for them takes little beside the copy: some
+0.5 µs (bench/device.py). It reads and writes where the bytes lie, without a buffer in between, and
+lets go of the interpreter's lock meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +90,27 @@ class Comb:
 
 
 class GroupPages:
-    """The compiled pages of one group."""
+    """The compiled pages of one group.
 
-    __slots__ = ("block_bytes", "blocks", "combs", "device", "runs", "slot", "word", "word_bytes")
+    strips: on a CPU, the pages of each comb as uint8[blocks, bytes] or uint8[blocks, teeth, bytes];
+        None on other devices, and where combs are too short for a copy of their own a block.
+    """
+
+    __slots__ = (
+        "block_bytes",
+        "blocks",
+        "combs",
+        "device",
+        "runs",
+        "slot",
+        "strips",
+        "word",
+        "word_bytes",
+    )
 
     def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
         self.device = device
+        self.strips = _strips(runs) if device.type == "cpu" else None
         self.runs = len(runs)
         self.block_bytes = sum(r.nbytes for r in runs)
         self.slot = slot_bytes(self.block_bytes)
@@ -141,6 +163,32 @@ class GroupPages:
             for part in self._calls(comb, len(ids)):
                 comb.view.index_copy_(0, ids[part], there[part])
 
+    def to_slots(
+        self, block_ids: NDArray[np.int64], slots: NDArray[np.uint8], offsets: NDArray[np.int64]
+    ) -> None:
+        """Copy these blocks into their slots, a call a block and strip. Needs strips."""
+        for strip, first in self._strips_at():
+            shape, nbytes = strip.shape[1:], strip[0].size
+            for block, at in zip(block_ids.tolist(), (offsets + first).tolist(), strict=True):
+                slots[at : at + nbytes].reshape(shape)[...] = strip[block]
+
+    def from_slots(
+        self, block_ids: NDArray[np.int64], slots: NDArray[np.uint8], offsets: NDArray[np.int64]
+    ) -> None:
+        """Copy slots into the pages of these blocks; the reverse of `to_slots`."""
+        for strip, first in self._strips_at():
+            shape, nbytes = strip.shape[1:], strip[0].size
+            for block, at in zip(block_ids.tolist(), (offsets + first).tolist(), strict=True):
+                strip[block] = slots[at : at + nbytes].reshape(shape)
+
+    def _strips_at(self) -> Iterator[tuple[NDArray[np.uint8], int]]:
+        """Each strip, and its first byte in the slot."""
+        assert self.strips is not None
+        first = 0
+        for strip in self.strips:
+            yield strip, first
+            first += strip[0].size
+
     def _calls(self, comb: Comb, count: int) -> list[slice]:
         """The blocks of each call: on a GPU all of them."""
         return _serial(count, comb.view[0].numel() if self.device.type == "cpu" else 0)
@@ -170,6 +218,24 @@ def _serial(count: int, words: int) -> list[slice]:
     """Rows of `words` in calls that torch runs in the caller's thread; all at once for 0 words."""
     step = max(1, _SERIAL_WORDS // words) if words else max(1, count)
     return [slice(n, n + step) for n in range(0, count, step)]
+
+
+def _strips(runs: Sequence[Run]) -> list[NDArray[np.uint8]] | None:
+    """The pages of a CPU's runs, a comb an array; None where one holds less than `STRIP_BYTES`."""
+    found = []
+    while runs:
+        teeth, run = _teeth(runs), runs[0]
+        if teeth * run.nbytes < STRIP_BYTES:
+            return None
+        memory = torch.empty(0, dtype=torch.uint8)
+        memory.set_(run.storage, run.start, (run.storage.nbytes() - run.start,), (1,))
+        shape, strides = [run.blocks, run.nbytes], [run.stride, 1]
+        if teeth > 1:
+            shape.insert(1, teeth)
+            strides.insert(1, runs[1].start - run.start)
+        found.append(as_strided(memory.numpy(), shape, strides))
+        runs = runs[teeth:]
+    return found
 
 
 def _teeth(runs: Sequence[Run]) -> int:

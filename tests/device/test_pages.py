@@ -119,6 +119,13 @@ def batch(
     )
 
 
+def compiled(case: Case, data: st.DataObject) -> Pages:
+    """Pages whose combs are copied by torch, as short ones are, or by numpy, a block at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tierkv.runs.STRIP_BYTES", data.draw(st.sampled_from([1, 24, 1 << 20])))
+        return Pages(case.layout(), case.groups)
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_gather_puts_exactly_the_real_bytes_of_each_block_into_its_slot(
@@ -132,7 +139,7 @@ def test_gather_puts_exactly_the_real_bytes_of_each_block_into_its_slot(
     for g, b, o in zip(groups.tolist(), ids.tolist(), offsets.tolist(), strict=True):
         slot = naive_slot(case.groups[layout.groups[g].name], b)
         expected[o : o + len(slot)] = slot
-    Pages(layout, case.groups).gather(groups, ids, arena_tensor(memoryview(arena)), offsets)
+    compiled(case, data).gather(groups, ids, arena_tensor(memoryview(arena)), offsets)
     assert arena == expected
 
 
@@ -146,7 +153,7 @@ def test_scatter_writes_the_pages_of_its_blocks_and_no_other_byte(data: st.DataO
     rng = np.random.default_rng(7)
     arena = bytearray(rng.integers(0, 256, nbytes, dtype=np.uint8).tobytes())
     before = [s.clone() for s in case.storages]
-    Pages(layout, case.groups).scatter(groups, ids, arena_tensor(memoryview(arena)), offsets)
+    compiled(case, data).scatter(groups, ids, arena_tensor(memoryview(arena)), offsets)
     tensors = case.groups[name]
     for b, o in zip(ids.tolist(), offsets.tolist(), strict=True):
         size = layout.groups[layout.index_of(name)].block_bytes
@@ -186,18 +193,26 @@ def test_layers_that_are_equally_far_apart_are_copied_in_one_call() -> None:
     assert pages.launches == (1, 3)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("nbytes", [16, 24, 4 << 20])
-def test_blocks_of_any_size_go_out_and_come_back_whole(nbytes: int, layers: int) -> None:
-    pool = torch.randint(0, 256, (layers, 3, nbytes), dtype=torch.uint8)
-    kept, pages = pool.clone(), Pages(Layout((full("g", nbytes * layers),)), {"g": list(pool)})
+@pytest.mark.parametrize(("layers", "apart"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("nbytes", [16, 24, 16 << 10, 4 << 20])
+def test_blocks_of_any_size_go_out_and_come_back_whole(
+    nbytes: int, layers: int, apart: bool
+) -> None:
+    pools = list(torch.randint(0, 256, (layers, 3, nbytes), dtype=torch.uint8))
+    pools = [p.clone() for p in pools] if apart else pools
+    kept = [p.clone() for p in pools]
+    pages = Pages(Layout((full("g", nbytes * layers),)), {"g": pools})
     slot = slot_bytes(nbytes * layers)
     arena = torch.zeros(4 * slot, dtype=torch.uint8)
     rows = np.zeros(3, np.uint16), np.array([2, 0, 1], np.int32), np.array([3, 0, 1]) * slot
     pages.gather(rows[0], rows[1], arena, rows[2])
-    pool.zero_()
+    for pool in pools:
+        pool.zero_()
     pages.scatter(rows[0], rows[1], arena, rows[2])
-    assert torch.equal(pool, kept)
+    assert all(torch.equal(pool, old) for pool, old in zip(pools, kept, strict=True))
+    slots = [torch.cat([p[b] for p in kept]) for b in (2, 0, 1)]
+    at = [int(o) for o in rows[2]]
+    assert all(torch.equal(arena[o : o + len(s)], s) for o, s in zip(at, slots, strict=True))
 
 
 @pytest.mark.parametrize("shift", [1, 2, 4, 8])
