@@ -39,11 +39,12 @@ class Flights:
     """Every save and load that some rank has not finished with.
 
     save_bytes, load_bytes: bytes of the arena that saves hold, and that promised or running loads
-    are filling.
+    are filling. has_tier: without one no save ends in it, which is not a failure.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, *, has_tier: bool = True) -> None:
         self._books = books
+        self._has_tier = has_tier
         self._by_id: dict[int, _Flight] = {}
         self.save_bytes = 0
         self.load_bytes = 0
@@ -142,7 +143,8 @@ class Flights:
             index.tell(rows[stored], in_tier=True)
         books.count("stored", rows[stored])
         books.count_tokens("stored", rows[stored])
-        books.counters["failed_save_blocks"] += int((writing & flight.bad).sum())
+        if self._has_tier:
+            books.counters["failed_save_blocks"] += int((writing & flight.bad).sum())
 
     def _settle_load(self, flight: _Flight) -> None:
         books, index, rows = self._books, self._books.index, flight.rows
@@ -155,7 +157,7 @@ class Flights:
         self.load_bytes -= books.room.slot_bytes(rows[incoming])
         self._lose(rows[incoming & flight.gone])
         self._quarantine(flight, rows[incoming & flight.bad])
-        books.count("loaded", rows[~flight.bad])
+        books.count("loaded", rows[incoming & ~flight.bad])
 
     def _lose(self, rows: Rows) -> None:
         """Some rank has lost these blocks: nobody may be promised them from the tier.

@@ -80,7 +80,7 @@ class Ledger:
                 "policy 'engine' follows an engine; write another where there is none"
             )
         self._books = Books(layout, arena_bytes=arena_bytes, ranks=ranks, clock=clock)
-        self._flights = Flights(self._books)
+        self._flights = Flights(self._books, has_tier=has_tier)
         self._holdings = Holdings(self._books)
         self._requests: dict[str, Owner] = {}
         self._seen = SeenBoundaries()
@@ -88,7 +88,7 @@ class Ledger:
         self._block_tokens = np.array([g.block_tokens for g in layout.groups], np.int64)
         self._budget = self._books.room.share(1.0 - reserve)
         self._promise_s, self._pending_s = promise_s, pending_s
-        self._has_tier, self._failed_seen = has_tier, 0
+        self._failed_seen = 0
 
     # Requests ----------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Ledger:
     def _write_again(self) -> None:
         """Offer the tier what it did not take, once for each request that ends meanwhile."""
         failed = self._books.counters["failed_save_blocks"]
-        if self._has_tier and failed != self._failed_seen and self.tier_is_up:
+        if failed != self._failed_seen and self.tier_is_up:
             self._failed_seen = failed
             self.rewrite()
 
