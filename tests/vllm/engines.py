@@ -29,7 +29,10 @@ ENVIRONMENT = {
 }
 os.environ.update(ENVIRONMENT)  # before the engine is imported: it reads some of them then
 
+import quick_starts  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
+
+quick_starts.prepare()
 
 MODELS = ("tinyllama", "tinygemma3")
 BLOCK_TOKENS = 32
@@ -175,6 +178,7 @@ class Engine:
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
             gc.collect()
+            quick_starts.freeze()  # with the modules that only a start imports
 
 
 _open: list[Engine] = []
