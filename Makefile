@@ -52,10 +52,15 @@ setup: .venv/.stamp
 demo: setup
 	$(BIN)/tierkv demo
 
-test: setup
-	$(BIN)/python -m pytest --ignore=tests/vllm
+# As many at a time as there are processors, four at most: make test TEST_WORKERS=0 for one after
+# the other, as a debugger wants it.
+TEST_WORKERS ?= auto
 
-# 25 times the examples of `make test`: the tests of the law, pure and through the ledger.
+test: setup
+	$(BIN)/python -m pytest --ignore=tests/vllm \
+		--numprocesses=$(TEST_WORKERS) --maxprocesses=4 --dist=worksteal
+
+# Some 60 times the examples of `make test`: the tests of the law, pure and through the ledger.
 nightly: setup
 	TIERKV_LAW_SCALE=25 $(BIN)/python -m pytest --timeout=0 \
 		tests/core/test_reach_law.py tests/core/test_policy_auto.py \
@@ -127,9 +132,13 @@ bench-gpu: build/gpu-site
 		--out bench/results/gpu.json --png bench/results/gpu.png
 
 SOAK_SECONDS ?= 1800
+# Like --seed 7 or --model tinyllama.
+SOAK_ARGS ?=
 
 soak-vllm: setup-vllm
-	PYTHONPATH=tests/vllm:tests/vllm/plugin $(VLLM_BIN)/python -m soak --seconds $(SOAK_SECONDS)
+	mkdir -p bench/results
+	PYTHONPATH=tests/vllm:tests/vllm/plugin $(VLLM_BIN)/python -m soak --seconds $(SOAK_SECONDS) \
+		--out bench/results/soak_vllm.json $(SOAK_ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
