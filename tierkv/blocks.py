@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +20,10 @@ HASH_BYTES: Final = 32
 ARENA_ALIGN: Final = 4096
 """Every slot of the arena starts at and is as long as a multiple of this many bytes: the page
 size, and no smaller than any direct-I/O alignment met so far (512)."""
+
+
+_NO_ALGORITHMS: Final = np.empty(0, np.uint8)
+_NO_CHECKSUMS: Final = np.empty(0, np.uint64)
 
 
 def slot_bytes(nbytes: int) -> int:
@@ -129,6 +133,9 @@ class Move:
     from_tier: bool[n], LOAD only: the row must first be read from the storage tier. Rows without
         it lie in the arena already. Empty for other kinds.
     epoch: the rotation the move belongs to; a mover refuses moves of an older one.
+    algorithms: uint8[n] of `tierkv.record.Algorithm`, 0 for none, SAVE only: checksums that were
+        made where the pages are; empty where the storage half makes them all.
+    checksums: uint64[n] beside them.
     """
 
     id: int
@@ -139,6 +146,8 @@ class Move:
     from_tier: NDArray[np.bool_]
     epoch: int
     seal: object = None
+    algorithms: NDArray[np.uint8] = field(default_factory=lambda: _NO_ALGORITHMS)
+    checksums: NDArray[np.uint64] = field(default_factory=lambda: _NO_CHECKSUMS)
 
     def __post_init__(self) -> None:
         if self.seal is not _PLANNED:
@@ -146,6 +155,11 @@ class Move:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def summed(self, algorithm: int, checksums: NDArray[np.uint64]) -> Move:
+        """The same save with a checksum for each of its blocks."""
+        algorithms = np.full(len(self), algorithm, np.uint8)
+        return replace(self, algorithms=algorithms, checksums=checksums)
 
     def pack(self) -> tuple[Any, ...]:
         """A tuple of ints and bytes for any wire; `unpack` reads it."""
@@ -158,12 +172,15 @@ class Move:
             self.block_ids.tobytes(),
             self.from_tier.tobytes(),
             self.epoch,
+            self.algorithms.tobytes(),
+            self.checksums.tobytes(),
         )
 
     @classmethod
     def unpack(cls, data: tuple[Any, ...]) -> Move:
         """Rebuild a move that `pack` wrote."""
-        move_id, kind, groups, hashes, offsets, block_ids, from_tier, epoch = data
+        move_id, kind, groups, hashes, offsets, block_ids, from_tier, epoch, *sums = data
+        algorithms, checksums = sums
         return cls(
             move_id,
             MoveKind(kind),
@@ -173,6 +190,8 @@ class Move:
             np.frombuffer(from_tier, np.bool_),
             epoch,
             _PLANNED,
+            np.frombuffer(algorithms, np.uint8),
+            np.frombuffer(checksums, np.uint64),
         )
 
 

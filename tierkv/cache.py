@@ -36,6 +36,7 @@ from tierkv.blocks import (
     Outcome,
     Recovered,
 )
+from tierkv.copier import Copy
 from tierkv.device import Pages
 from tierkv.errors import CacheClosedError, DeadlineError
 from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
@@ -72,10 +73,12 @@ class Cache:
         policy: Policy,
         *,
         isolation: Literal["thread", "process"],
+        device_checksums: bool = False,
     ) -> None:
         self.layout = layout
         self._config = config
         self._isolation = isolation
+        self._device_checksums = device_checksums
         self._ledger = Ledger(
             layout,
             arena_bytes=config.arena_bytes,
@@ -123,7 +126,7 @@ class Cache:
             arena.close()
             raise
         self._arena = arena
-        self._jobs = Jobs(arena, self._config.block_bytes)
+        self._jobs = Jobs(arena, self._config.block_bytes, device_checksums=self._device_checksums)
         self._port.on_event(self._on_event)
         self._pump()
 
@@ -157,7 +160,8 @@ class Cache:
             else:
                 await port.aclose(deadline_s=deadline_s)
             self._pump()  # every move has ended: whoever waits for one learns it now
-            await self._jobs.close()
+            if not await self._jobs.close(deadline_s=deadline_s):
+                return  # the device may touch the arena still
             del self._jobs
         if self._arena is not None:
             await asyncio.to_thread(self._arena.close)  # giving gigabytes back takes a while
@@ -345,7 +349,7 @@ class Cache:
         if move.epoch != self._ledger.epoch:
             outcomes[:] = Outcome.MISSING
         try:
-            await self._jobs.copy(job, job.load, move, np.flatnonzero(outcomes == Outcome.DONE))
+            await self._jobs.copy(job, move, np.flatnonzero(outcomes == Outcome.DONE))
         finally:
             # Not before: until the copy is over the slots stay leased.
             self._loads.pop(move.id, None)
@@ -379,8 +383,7 @@ class Cache:
                 )
                 skipped += count["skipped_blocks"] - skipped_before
                 if move is not None:
-                    await self._gather(job, move)
-                    self._submit(move)
+                    self._submit(await self._gather(job, move))
                     blocks += len(move)
                     nbytes += int(np.array(self.layout.block_bytes)[move.keys.groups].sum())
                 declined = self._ledger.declined_blocks(owner)
@@ -391,19 +394,21 @@ class Cache:
             self._let_go(owner)
         return Saved(blocks, nbytes, declined, skipped)
 
-    async def _gather(self, job: Job, move: Move) -> None:
-        copied = False
+    async def _gather(self, job: Job, move: Move) -> Move:
+        """Copy its pages into its slots; the move with what checksums were made on the way."""
+        copied: Copy | None = None
         try:
-            copied = await self._jobs.copy(job, job.save, move, np.arange(len(move)))
+            copied = await self._jobs.copy(job, move, np.arange(len(move)))
         finally:
-            if copied:
+            if copied is not None:
                 self._ledger.apply(0, Copied(move.id))
             else:
                 failed = np.full(len(move), Outcome.FAILED, np.uint8)
                 self._ledger.apply(0, MoveDone(move.id, failed))
                 self._wake()
-        if not copied:
+        if copied is None:
             raise CacheClosedError("the save was abandoned before its copy")
+        return copied.with_sums(move)
 
     async def _flush_once(self) -> bool:
         """Offer what is not stored and wait for all saves; whether trying again is of no use."""

@@ -283,7 +283,10 @@ class Coder:
     async def _write(self, batch: BlockBatch, encoded: Encoded | None) -> Outcomes:
         if not len(batch):
             return np.empty(0, np.uint8)
-        seal = partial(record.seal_sync, batch.keys, batch.payloads(), self._mark, encoded=encoded)
+        made, mark = record.made_in(batch.records), self._mark
+        seal = partial(
+            record.seal_sync, batch.keys, batch.payloads(), mark, made=made, encoded=encoded
+        )
         (batch.records[:],) = await self._all([seal])
         if encoded is None:
             self._count["codec_raw_blocks"] += len(batch)

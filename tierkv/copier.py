@@ -15,6 +15,8 @@ SCATTER  its host copy          it writes what the buffer held before
 SCATTER  `after` of the load    pages that are zeroed late lose what was loaded
 ======== ====================== ===================================================================
 
+Checksums, where they are wanted, are made on OUT, behind the host copy of the same buffer.
+
 Whoever owns the slots keeps them until `Copy.done`: they are read and written until then.
 
 Staging is two buffers for each direction. A batch larger than one is split; from its third part on
@@ -28,17 +30,77 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tierkv import device_sums, multilinear
+from tierkv.blocks import Move
 from tierkv.device import Pages, Part
-from tierkv.streams import Device, Mark, Queue
+from tierkv.record import Algorithm
+from tierkv.streams import Device, Mark, Queue, wait_all
 
 BACKLOG_BYTES: Final = 1 << 30
 """Of saves that have not reached the host. 20 ms at 50 GB/s, the rate of PCIe 5 with 16 lanes."""
+
+CLOSE_S: Final = 10.0
+"""How long a device that owes the end of copies is waited for. A GiB takes 20 ms."""
+
+
+class Sums:
+    """MULTILINEAR of a save's blocks, made where they are; read them when the copy has ended."""
+
+    def __init__(self, seeds: NDArray[np.uint64], *, pinned: bool) -> None:
+        self._seeds = seeds
+        self._host = torch.zeros(len(seeds), dtype=torch.int64, pin_memory=pinned)
+        self._order = np.zeros(len(seeds), np.intp)
+        self._filled = 0
+
+    def checksums(self) -> NDArray[np.uint64]:
+        """uint64[n], in the order of the batch."""
+        out = np.empty(len(self._order), np.uint64)
+        out[self._order] = self._host.numpy().view(np.uint64)
+        return out
+
+    def of_staging(self, part: Part, buffer: torch.Tensor) -> Callable[[], None]:
+        """Work that sums a part while it lies in a buffer, on any device."""
+        place = self._place(part)
+
+        def work() -> None:
+            found = device_sums.checksums(part.payloads(buffer), self._seeds[part.rows])
+            self._host[place].copy_(found, non_blocking=True)
+
+        return work
+
+    def add_slots(self, parts: Sequence[Part], arena: torch.Tensor) -> None:
+        """Sum blocks in host memory, now."""
+        memory = arena.numpy()
+        for part in parts:
+            payloads = [memory[at : at + part.payload] for at in part.offsets.tolist()]
+            found = multilinear.checksums(payloads, self._seeds[part.rows])
+            self._host.numpy().view(np.uint64)[self._place(part)] = found
+
+    def _place(self, part: Part) -> slice:
+        first, self._filled = self._filled, self._filled + len(part)
+        self._order[first : self._filled] = part.rows
+        return slice(first, self._filled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Queues of a direction: the one that touches the pages, and those that `Copy` speaks of."""
+
+    pages: Queue
+    read: Queue
+    end: Queue
+
+
+_SAVE: Final = _Way(Queue.GATHER, Queue.GATHER, Queue.OUT)
+_LOAD: Final = _Way(Queue.SCATTER, Queue.IN, Queue.SCATTER)
+_Rows = tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +110,23 @@ class Copy:
     nbytes: payload.
     read: done when its source may be overwritten (a save's pages, a load's slots).
     end: done when the bytes are where they should be and nothing touches slots or pages any more.
+    sums: of a save that was given seeds: complete when `end` is done.
     """
 
     nbytes: int
     read: Mark
     end: Mark
+    sums: Sums | None = None
 
     def done(self) -> bool:
         """Whether `end` is done. Never waits."""
         return self.end.done()
+
+    def with_sums(self, move: Move) -> Move:
+        """The save that this was, ended, with the checksums that were made on the way, if any."""
+        if self.sums is None:
+            return move
+        return move.summed(Algorithm.MULTILINEAR_64, self.sums.checksums())
 
 
 class _Staging:
@@ -123,28 +193,22 @@ class Copier:
         offsets: NDArray[np.int64],
         *,
         after: Mark,
+        seeds: NDArray[np.uint64] | None = None,
     ) -> Copy:
         """Copy the pages of n blocks into their slots, once `after` is done.
 
         groups: uint16[n]; block_ids: int32[n]; offsets: int64[n], no slot twice. Bytes between
         the blocks of slots that lie side by side are undefined afterwards.
+        seeds: uint64[n] (`tierkv.record.seeds`): have the blocks summed where they are; behind the
+        host copy, so that neither the engine's stream nor the arena waits for it.
 
         Returns once it is launched. `ValueError` for a block id or an offset out of range, before
         anything is launched. Where launching fails, it waits for what was launched and raises.
         """
-        parts = pages.parts(
-            groups, block_ids, offsets, self._arena.numel(), self._device.staging_bytes
-        )
-        self._device.hold(Queue.GATHER, after)
-        if self._device.direct:
-            self._device.run(
-                Queue.GATHER, lambda: pages.gather(groups, block_ids, self._arena, offsets)
-            )
-        else:
-            self._launch(pages, parts, self._out)
-        read = self._device.record(Queue.GATHER)
-        end = read if self._device.direct else self._device.record(Queue.OUT)
-        copy = Copy(sum(p.payload_bytes for p in parts), read, end)
+        rows = (groups, block_ids, offsets)
+        sums = None if seeds is None else Sums(seeds, pinned=pages.device.type == "cuda")
+        out = partial(self._out, sums=sums)
+        copy = self._start(_SAVE, pages, rows, after, pages.gather, out, sums)
         self._saving.append(copy)
         return copy
 
@@ -166,24 +230,40 @@ class Copier:
         Arguments, errors and return as for `save`; no block id of a group twice. Whatever is
         launched on the pages before `after`, zeroing for one, does not undo it.
         """
-        parts = pages.parts(
-            groups, block_ids, offsets, self._arena.numel(), self._device.staging_bytes
-        )
-        self._device.hold(Queue.SCATTER, after)
-        if self._device.direct:
-            self._device.run(
-                Queue.SCATTER, lambda: pages.scatter(groups, block_ids, self._arena, offsets)
-            )
-        else:
-            self._launch(pages, parts, self._in)
-        end = self._device.record(Queue.SCATTER)
-        read = end if self._device.direct else self._device.record(Queue.IN)
-        return Copy(sum(p.payload_bytes for p in parts), read, end)
+        rows = (groups, block_ids, offsets)
+        return self._start(_LOAD, pages, rows, after, pages.scatter, self._in, None)
 
-    def close(self) -> None:
-        """Block until nothing launched here touches pages or arena any more."""
-        for queue in (Queue.GATHER, Queue.OUT, Queue.IN, Queue.SCATTER):
-            self._device.record(queue).wait()
+    def _start(
+        self,
+        way: _Way,
+        pages: Pages,
+        rows: _Rows,
+        after: Mark,
+        directly: Callable[..., None],
+        launch: Callable[[Pages, Part], None],
+        sums: Sums | None,
+    ) -> Copy:
+        """What `save` and `load` have in common."""
+        device, arena, (groups, block_ids, offsets) = self._device, self._arena, rows
+        parts = pages.parts(groups, block_ids, offsets, arena.numel(), device.staging_bytes)
+        device.hold(way.pages, after)
+        if device.direct:
+            device.run(way.pages, lambda: directly(groups, block_ids, arena, offsets))
+            if sums is not None:
+                device.run(way.pages, lambda: sums.add_slots(parts, arena))
+        else:
+            self._launch(pages, parts, launch)
+        read, end = (device.record(way.pages if device.direct else q) for q in (way.read, way.end))
+        return Copy(sum(p.payload_bytes for p in parts), read, end, sums)
+
+    def close(self, *, deadline_s: float = CLOSE_S) -> bool:
+        """Block until nothing launched here touches pages or arena any more; whether that is so.
+
+        False after `deadline_s`, where the device hangs, or at once where it reports an error:
+        then it may still read and write them, and neither may be given to anyone.
+        """
+        marks = [self._device.record(q) for q in Queue if q is not Queue.ENGINE]
+        return wait_all(marks, deadline_s)
 
     def _launch(
         self, pages: Pages, parts: Sequence[Part], launch: Callable[[Pages, Part], None]
@@ -199,13 +279,14 @@ class Copier:
         """The direction's staging, a buffer of which holds any block of these pages."""
         staging = self._staging.get(queue)
         if staging is None or staging.nbytes < pages.largest_slot:
-            if staging is not None:  # other pages than before, with larger blocks
-                self.close()
+            # Other pages than before, with larger blocks: nobody uses the old buffers any more.
+            if staging is not None and not self.close():
+                raise RuntimeError("the device does not end its copies: no larger staging is made")
             nbytes = max(self._device.staging_bytes, pages.largest_slot)
             staging = self._staging[queue] = _Staging(self._device, nbytes)
         return staging
 
-    def _out(self, pages: Pages, part: Part) -> None:
+    def _out(self, pages: Pages, part: Part, sums: Sums | None) -> None:
         device, staging = self._device, self._buffers(Queue.OUT, pages)
         index, buffer, drained = staging.take()
         if drained is not None:
@@ -219,6 +300,8 @@ class Copier:
                 arena[offset : offset + nbytes].copy_(buffer[at : at + nbytes], non_blocking=True)
 
         device.run(Queue.OUT, to_arena)
+        if sums is not None:
+            device.run(Queue.OUT, sums.of_staging(part, buffer))
         staging.used_until(index, device.record(Queue.OUT))
 
     def _in(self, pages: Pages, part: Part) -> None:

@@ -56,7 +56,8 @@ class Part:
     In staging, block i lies at `i * slot`, so that neighbors in the arena are neighbors there.
 
     group: index in the layout. slot, payload: bytes per block with and without what its slot is
-    rounded up by. block_ids: int64[n]. offsets: int64[n], ascending.
+    rounded up by. block_ids: int64[n]. offsets: int64[n], ascending. rows: intp[n], where they
+    stood in the batch.
     """
 
     group: int
@@ -64,6 +65,7 @@ class Part:
     payload: int
     block_ids: NDArray[np.int64]
     offsets: NDArray[np.int64]
+    rows: NDArray[np.intp]
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -81,7 +83,12 @@ class Part:
     def take(self, first: int, end: int) -> Part:
         """Blocks [first, end)."""
         ids, at = self.block_ids[first:end], self.offsets[first:end]
-        return Part(self.group, self.slot, self.payload, ids, at)
+        return Part(self.group, self.slot, self.payload, ids, at, self.rows[first:end])
+
+    def payloads(self, extent: torch.Tensor) -> torch.Tensor:
+        """uint8[n, payload]: the blocks in their staging, a view."""
+        at = extent.storage_offset()
+        return extent.as_strided((len(self), self.payload), (self.slot, 1), at)
 
     def runs(self) -> list[tuple[int, int]]:
         """[first, end) of blocks whose slots lie side by side."""
@@ -197,7 +204,7 @@ class Pages:
             ids, at = block_ids[rows].astype(np.int64), offsets[rows]
             _check(pages, ids, at, arena_bytes)
             step = max(1, staging_bytes // pages.slot) if staging_bytes else len(rows)
-            whole = Part(index, pages.slot, pages.block_bytes, ids, at)
+            whole = Part(index, pages.slot, pages.block_bytes, ids, at, rows)
             found += [whole.take(n, n + step) for n in range(0, len(rows), step)]
         return found
 

@@ -23,22 +23,24 @@ from tierkv.multilinear import (
     level_keys,
 )
 
-TILE_BYTES: Final = {"cpu": 512 << 10, "cuda": 64 << 20}
+TILE_BYTES: Final = {"cpu": 512 << 10, "cuda": 8 << 20}
 """Payload per product: it takes four times as much memory for a moment. On a CPU that has to stay
-in a cache (four times as fast as a whole batch, bench/codec.py); a GPU wants few launches."""
+in a cache (four times as fast as a whole batch, bench/codec.py); a GPU wants few launches, and an
+engine leaves little of its memory."""
 
 
 def checksums(blocks: torch.Tensor, seeds: NDArray[np.uint64]) -> torch.Tensor:
     """int64[n] on the device of `blocks`: their checksums, to be viewed as uint64.
 
-    blocks: [n, ...], contiguous, any dtype, on any device; row i is the payload of block i. Rows
-        may be any number of bytes above 0; a whole number of 8 KiB chunks saves one copy.
+    blocks: [n, ...], each row contiguous, any dtype, on any device; row i is the payload of block
+        i. Rows may be any number of bytes above 0; rows that are a whole number of 8 KiB chunks and
+        lie one behind the other save one copy.
     seeds: uint64[n], `tierkv.record.seeds` of their keys.
 
     On an accelerator it runs on the current stream and does not wait for it. `ValueError` for
-    blocks that are not contiguous or not as many as the seeds.
+    rows that are not contiguous or not as many as the seeds.
     """
-    if not blocks.is_contiguous() or len(blocks) != len(seeds):
+    if not blocks[:1].is_contiguous() or len(blocks) != len(seeds):
         raise ValueError(
             f"blocks of shape {tuple(blocks.shape)} and strides {blocks.stride()} for "
             f"{len(seeds)} seeds; write one contiguous row a seed"
@@ -47,7 +49,7 @@ def checksums(blocks: torch.Tensor, seeds: NDArray[np.uint64]) -> torch.Tensor:
     if not n:
         return torch.empty(0, dtype=torch.int64, device=blocks.device)
     rows = blocks.reshape(n, -1).view(torch.uint8)
-    if rows.storage_offset() % 4:
+    if rows.storage_offset() % 4 or rows.stride(0) % 4:
         rows = rows.clone()  # words are read in place only where they are aligned
     if nbytes % 4:
         rows = _padded(rows, 4)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import operator
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,7 +27,10 @@ from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
 from tierkv.host import HostArena
 from tierkv.layout import Layout
 from tierkv.pinned import Arena
+from tierkv.record import seeds
 from tierkv.streams import Device, Mark, Queue, device_for
+
+log = logging.getLogger("tierkv")
 
 _T = TypeVar("_T")
 
@@ -37,8 +41,8 @@ i, or None where there is none. A table may be shorter than the prompt."""
 Prompt = TokenIds | HashChain
 """Token ids of a prompt, or their chain where it was made before (`Cache.chain`)."""
 
-PageCopy = Callable[[Copier, NDArray[np.uint16], NDArray[np.int32], NDArray[np.int64]], Copy]
-"""Launches a copy of these rows: `Copier.save` or `Copier.load`, with the job's pages and mark."""
+_HUNG: list[Jobs] = []
+"""Their device did not end its copies: it may touch their memory until the process ends."""
 
 
 @dataclass(slots=True)
@@ -52,27 +56,7 @@ class Job:
     pages: Pages
     after: Mark
     abandoned: bool = False
-    copying: asyncio.Future[bool] | None = None
-
-    def save(
-        self,
-        copier: Copier,
-        groups: NDArray[np.uint16],
-        block_ids: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-    ) -> Copy:
-        """A `PageCopy`."""
-        return copier.save(self.pages, groups, block_ids, offsets, after=self.after)
-
-    def load(
-        self,
-        copier: Copier,
-        groups: NDArray[np.uint16],
-        block_ids: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-    ) -> Copy:
-        """A `PageCopy`."""
-        return copier.load(self.pages, groups, block_ids, offsets, after=self.after)
+    copying: asyncio.Future[Copy | None] | None = None
 
 
 class Jobs:
@@ -82,9 +66,13 @@ class Jobs:
     thread for each direction waits for their ends.
 
     arena: its memory. block_bytes: of each group.
+    device_checksums: sum the blocks of a save where the pages are.
     """
 
-    def __init__(self, arena: Arena, block_bytes: Sequence[int]) -> None:
+    def __init__(
+        self, arena: Arena, block_bytes: Sequence[int], *, device_checksums: bool = False
+    ) -> None:
+        self._sums = device_checksums
         self._arena = HostArena(arena, block_bytes)
         self._devices: dict[torch.device, Device] = {}
         self._copiers: dict[Device, Copier] = {}
@@ -125,30 +113,32 @@ class Jobs:
                     await asyncio.wait({job.copying})
             raise
 
-    async def copy(self, job: Job, copy: PageCopy, move: Move, rows: NDArray[np.intp]) -> bool:
-        """Copy these rows of a move; False, and nothing touched, if the job was abandoned before.
+    async def copy(self, job: Job, move: Move, rows: NDArray[np.intp]) -> Copy | None:
+        """Copy these rows of a move, as its kind is, and return when the copy has ended.
 
-        Raises what the copy raises.
+        None, and nothing touched, if the job was abandoned before. Raises what the copy raises.
         """
-        if not rows.size:
-            return True
 
         def launch_sync() -> Copy | None:
-            if job.abandoned:
-                return None
-            groups, ids = move.keys.groups[rows], move.block_ids[rows]
-            return copy(self._copier_sync(job), groups, ids, move.offsets[rows])
+            return None if job.abandoned else self._launch_sync(job, move, rows)
 
-        async def launch_and_wait() -> bool:
+        async def launch_and_wait() -> Copy | None:
             loop = asyncio.get_running_loop()
             launched = await loop.run_in_executor(self._thread, launch_sync)
-            if launched is None:
-                return False
-            await self._ends[move.kind].wait(launched.end)
-            return True
+            if launched is not None:
+                await self._ends[move.kind].wait(launched.end)
+            return launched
 
         job.copying = asyncio.create_task(launch_and_wait())
         return await job.copying
+
+    def _launch_sync(self, job: Job, move: Move, rows: NDArray[np.intp]) -> Copy:
+        copier = self._copier_sync(job)
+        what = job.pages, move.keys.groups[rows], move.block_ids[rows], move.offsets[rows]
+        if move.kind is MoveKind.LOAD:
+            return copier.load(*what, after=job.after)
+        sums = seeds(move.keys.take(rows)) if self._sums else None
+        return copier.save(*what, after=job.after, seeds=sums)
 
     def _copier_sync(self, job: Job) -> Copier:
         """The copier of a job's device. The first for a GPU registers the arena, which blocks."""
@@ -159,14 +149,22 @@ class Jobs:
             copier = self._copiers[device] = Copier(self._arena.memory, device, cuts=cuts)
         return copier
 
-    async def close(self) -> None:
-        """Wait for the jobs that run, then end the thread."""
+    async def close(self, *, deadline_s: float) -> bool:
+        """Wait for the jobs that run, then end the thread; whether they ended within `deadline_s`.
+
+        False where the device does not end their copies: then the arena must stay where it is.
+        """
         if self._running:
-            await asyncio.wait(self._running)
+            _, hung = await asyncio.wait(self._running, timeout=deadline_s)
+            if hung:
+                log.error("tierkv: %d copies have not ended; their memory stays taken", len(hung))
+                _HUNG.append(self)
+                return False
         for ends in self._ends.values():
             ends.close()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._arena.unregister_sync)
         self._thread.shutdown(wait=False)
+        return True
 
 
 def _take_note(task: asyncio.Task[Any]) -> None:

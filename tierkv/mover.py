@@ -391,6 +391,7 @@ class Mover:
         whole = len(rows) == len(move)
         keys = move.keys if whole else move.keys.take(rows)
         nbytes = run.nbytes if rows is run.mine else self._block_bytes[keys.groups]
+        sums = rows if len(move.algorithms) else slice(0)
         grant = self._sched.grant(Lane.SAVE if saving else Lane.LOAD, int(nbytes.sum()))
         async with grant as admission:
             if admission is Admission.THROTTLED:
@@ -400,7 +401,7 @@ class Mover:
             with run.touching(grant):
                 batch = BlockBatch(
                     keys,
-                    record.blank(len(keys)),
+                    record.promised(move.algorithms[sums], move.checksums[sums], len(keys)),
                     self._arena.view,
                     move.offsets if whole else move.offsets[rows],
                     nbytes,

@@ -31,6 +31,7 @@ def open(
     read_timeout_s: float = 10.0,
     write_timeout_s: float = 30.0,
     codec: str = "none",
+    device_checksums: bool = False,
 ) -> Cache:
     """A cache over pinned RAM and one storage tier; open it with ``async with``.
 
@@ -45,6 +46,9 @@ def open(
     rank, data_parallel_rank: which process of a parallel engine this is; each has its own store.
     read_timeout_s, write_timeout_s: deadline of one load or save in the storage tier.
     codec: ``lz4`` stores blocks compressed where that saves an eighth. A store may hold both.
+    device_checksums: sum the blocks of a save where their pages are, on a GPU or here, instead of
+        in the storage half. A change on the way there is seen then, and saving costs its CPU
+        nothing; but a CPU verifies such a block six times as slowly (bench/codec.py).
 
     Raises `ConfigError` in one line for what cannot be; `StoreError` comes when it is opened.
 
@@ -76,7 +80,13 @@ def open(
         write_timeout_s=write_timeout_s,
         codec=parse_codec(codec, url, "codec"),
     )
-    return Cache(layout, config, Policy.parse(policy), isolation=isolation)
+    return Cache(
+        layout,
+        config,
+        Policy.parse(policy),
+        isolation=isolation,
+        device_checksums=_flag(device_checksums),
+    )
 
 
 def _layout(given: object) -> Layout:
@@ -95,6 +105,12 @@ def _namespace(given: object, layout: Layout) -> Namespace:
     if isinstance(given, str):
         return Namespace.of_text(given, layout)
     raise ConfigError(f"namespace is {given!r}; write a Namespace, or model@revision as a str")
+
+
+def _flag(given: object) -> bool:
+    if not isinstance(given, bool):
+        raise ConfigError(f"device_checksums is {given!r}; write True or False")
+    return given
 
 
 def _check_ranks(**ranks: object) -> None:

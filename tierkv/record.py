@@ -120,6 +120,21 @@ def blank(n: int) -> Records:
     return np.zeros(n, RECORD_DTYPE)
 
 
+def promised(algorithms: NDArray[np.uint8], checksums: NDArray[np.uint64], n: int) -> Records:
+    """n blank records that carry checksums made elsewhere, if there are any, to `made_in`."""
+    records = blank(n)
+    if len(algorithms):
+        records["algorithm"], records["checksum"] = algorithms, checksums
+    return records
+
+
+def made_in(records: Records) -> Made | None:
+    """What `promised` put into them."""
+    if not records["algorithm"].any():
+        return None
+    return Made(records["algorithm"].copy(), records["checksum"].copy())
+
+
 def namespace_mark(digest: bytes) -> int:
     """What stands in a record for a namespace: the first eight bytes of its digest."""
     return int.from_bytes(digest[:8], "little")

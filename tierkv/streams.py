@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
+
+log = logging.getLogger("tierkv")
 
 CUDA_STAGING_BYTES: Final = 32 << 20
 """Per buffer; there are two for each direction. At 50 GB/s a host copy of one takes 0.7 ms, so the
@@ -51,6 +55,30 @@ class Mark(Protocol):
 
     def wait(self) -> None:
         """Block this thread until it is done, without holding the interpreter's lock."""
+
+
+def wait_all(marks: Sequence[Mark], deadline_s: float) -> bool:
+    """Block until all are done; False after `deadline_s`, or where the device reports an error.
+
+    Then a thread is left behind that waits on, without holding the interpreter up.
+    """
+    failed: list[RuntimeError] = []
+
+    def wait_sync() -> None:
+        try:
+            for mark in marks:
+                if not mark.done():
+                    mark.wait()
+        except RuntimeError as exc:  # torch's errors of a device
+            log.warning("tierkv: the device failed while its copies were waited for: %s", exc)
+            failed.append(exc)
+
+    waiting = threading.Thread(target=wait_sync, name="tierkv-wait", daemon=True)
+    waiting.start()
+    waiting.join(deadline_s)
+    if waiting.is_alive():
+        log.warning("tierkv: the device has not ended its copies after %.0f s", deadline_s)
+    return not waiting.is_alive() and not failed
 
 
 class Device(Protocol):

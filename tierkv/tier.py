@@ -158,7 +158,8 @@ class Tier:
         return await self._backend.write(batch)
 
     def _seal_sync(self, batch: BlockBatch) -> None:
-        batch.records[:] = record.seal_sync(batch.keys, batch.payloads(), self._mark)
+        made = record.made_in(batch.records)
+        batch.records[:] = record.seal_sync(batch.keys, batch.payloads(), self._mark, made=made)
 
     async def _read(self, batch: BlockBatch) -> Outcomes:
         """Outcomes of a read in which every DONE is proven."""

@@ -155,6 +155,7 @@ class KvikioEngine:
 
     name = "kvikio"
     alignment = PAGE  # cuFile's: what is not on a page goes through a buffer of its own
+    reads_over_gaps = False  # a gap's buffer would be one more transfer, beside those it is between
 
     def __init__(self, settings: Settings, mode: Mode) -> None:
         _acquire_settings_sync(settings)

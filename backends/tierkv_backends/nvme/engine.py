@@ -16,10 +16,13 @@ class Engine(Protocol):
 
     When a call returns or raises, nothing touches its buffers any more. `name` is what
     `usage().modes["io"]` says. `alignment` is the least that blocks are padded to on media.
+    `reads_over_gaps` says whether bytes between two blocks cost less than another call: true
+    where one call fills many buffers, false where each buffer is a transfer of its own.
     """
 
     name: str
     alignment: int
+    reads_over_gaps: bool
 
     def write_all_sync(self, fd: int, buffers: Sequence[Memory], offset: int) -> int:
         """Write all of `buffers` at `offset`. Returns the bytes. `OSError` where it cannot."""

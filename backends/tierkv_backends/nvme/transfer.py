@@ -268,7 +268,8 @@ def _read_sync(files: Files, part: ReadPart, batch: BlockBatch, *, direct: bool)
         with files.use_sync(part.path, direct=direct) as fd:
             if os.fstat(fd).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "deleted", str(part.path))
-            for first, last in _runs(part):
+            gap_bytes = GAP_BYTES if files.engine.reads_over_gaps else 0
+            for first, last in _runs(part, gap_bytes):
                 _read_run_sync(files, fd, part, batch, slice(first, last), done.outcomes)
     except FileNotFoundError:
         done.gone = True
@@ -281,10 +282,10 @@ def _read_sync(files: Files, part: ReadPart, batch: BlockBatch, *, direct: bool)
     return done
 
 
-def _runs(part: ReadPart) -> Iterator[tuple[int, int]]:
-    """Blocks that are read together: with no more than `GAP_BYTES` of something else between."""
+def _runs(part: ReadPart, gap_bytes: int) -> Iterator[tuple[int, int]]:
+    """Blocks that are read together: with no more than `gap_bytes` of something else between."""
     starts, ends = part.starts, part.starts + part.padded
-    cuts = np.flatnonzero(starts[1:] - ends[:-1] > GAP_BYTES) + 1
+    cuts = np.flatnonzero(starts[1:] - ends[:-1] > gap_bytes) + 1
     for first, last in itertools.pairwise([0, *cuts.tolist(), len(starts)]):
         while first < last:
             # Within EXTENT_BYTES, and a vector for each block and for each gap.

@@ -89,6 +89,27 @@ async def test_payload_goes_through_kvikio_and_past_the_page_cache(
     assert sum(moved) == 8 * 4096
 
 
+async def test_no_transfer_is_spent_on_what_lies_between_blocks(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kvikio
+
+    moved: list[int] = []
+    real = kvikio.CuFile.pread
+
+    def pread(file: Any, buffer: Any, nbytes: int, offset: int) -> Any:
+        moved.append(nbytes)
+        return real(file, buffer, nbytes, offset)
+
+    async with opened("gds", tmp_path) as backend:
+        blocks = make_blocks(40, [4096])
+        await save(backend, blocks)
+        monkeypatch.setattr(kvikio.CuFile, "pread", pread)
+        part = dict(list(blocks.items())[::2])
+        assert await load(backend, sizes(part)) == part
+    assert moved == [4096] * 20
+
+
 async def test_neighbours_in_the_arena_are_one_transfer(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

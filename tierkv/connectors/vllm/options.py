@@ -53,6 +53,7 @@ class Options:
     io_threads: threads of the keeper for checksums and I/O.
     codec: ``lz4`` stores blocks compressed where that saves an eighth; ``none`` does not. Blocks
         are read whichever they were stored with.
+    device_checksums: sum the blocks of a save where their pages are; see `tierkv.open`.
     """
 
     url: str = ""
@@ -70,6 +71,7 @@ class Options:
     close_timeout_s: float = 30.0
     io_threads: int = 4
     codec: str = "none"
+    device_checksums: bool = False
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Options:
@@ -128,6 +130,12 @@ def _count_or_none(key: str, value: Any) -> int:
     return value
 
 
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{_WHERE}: {key} is {value!r}; write true or false")
+    return value
+
+
 def _load(key: str, value: Any) -> LoadWhen:
     if value not in (LoadWhen.AUTO, LoadWhen.ALWAYS):
         raise ConfigError(
@@ -153,4 +161,5 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "close_timeout_s": _seconds,
     "io_threads": _count,
     "codec": _text,
+    "device_checksums": _flag,
 }

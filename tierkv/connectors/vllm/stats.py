@@ -86,6 +86,7 @@ COUNTERS: Final = {
 """Monotonic; name → what it counts. The unit is in the name."""
 
 _OF_A_RANK: Final = {
+    "pinned": "1 where the device copies pinned RAM directly, 0 where its driver goes between",
     "load_bytes_waiting": "bytes of loads that wait for their turn in the tier",
     "load_bytes_in_flight": "bytes of loads that the tier is reading",
     "save_bytes_waiting": "bytes of saves that wait for their turn in the tier",

@@ -49,6 +49,7 @@ from tierkv.host import HostArena
 from tierkv.keeper import KeeperClient
 from tierkv.layout import GroupKind, Layout
 from tierkv.pinned import Arena
+from tierkv.record import seeds
 from tierkv.storage import StorageConfig, StoragePort
 from tierkv.streams import Device, Mark, device_for
 
@@ -56,6 +57,9 @@ log = logging.getLogger("tierkv")
 
 _POLL_S = 0.002
 """Pause between two looks at the keeper while a shutdown waits for saves."""
+
+_HUNG: list[WorkerSide] = []
+"""Their device may touch their arena until the process ends."""
 
 
 class Storage(StoragePort, Protocol):
@@ -204,7 +208,12 @@ class WorkerSide:
                 self._report.events.append(MoveDone(move.id, declined))
                 continue
             copy = self._copier.save(
-                self._pages, move.keys.groups, move.block_ids, move.offsets, after=after
+                self._pages,
+                move.keys.groups,
+                move.block_ids,
+                move.offsets,
+                after=after,
+                seeds=seeds(move.keys) if self._options.device_checksums else None,
             )
             self._copier.protect(copy)
             self._stats.begin(move.id, "save")
@@ -232,7 +241,8 @@ class WorkerSide:
 
     def stats(self) -> TierKVStats | None:
         """What was counted since the last call."""
-        return self._stats.collect(self._storage.stats())
+        pinned = {"pinned": int(self._host.stats()["pinned"])}
+        return self._stats.collect(self._storage.stats() | pinned)
 
     # Ends of moves -----------------------------------------------------------------------
 
@@ -243,7 +253,7 @@ class WorkerSide:
             self.counters["copied_out_bytes"] += copy.nbytes
             self._report.events.append(Copied(move.id))
             self._saving.add(move.id)
-            self._storage.submit(move)
+            self._storage.submit(copy.with_sums(move))
 
     def _poll(self) -> None:
         for event in self._storage.poll():
@@ -338,7 +348,7 @@ class WorkerSide:
         self._open = False
         until = time.monotonic() + self._options.close_timeout_s
         self._agree_to_all()
-        self._copier.close()
+        ended = self._copier.close(deadline_s=self._options.close_timeout_s)
         self._send_on()
         while self._saving and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -347,6 +357,10 @@ class WorkerSide:
         if self._saving:
             log.warning("tierkv: %d saves did not end before the shutdown", len(self._saving))
         self._storage.close(deadline_s=max(until - time.monotonic(), 1.0))
+        if not ended:
+            log.error("tierkv: the device has not ended its copies; their memory stays taken")
+            _HUNG.append(self)
+            return
         self._host.unregister_sync()
         del self._copier, self._host
         self._arena.close()
