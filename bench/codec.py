@@ -1,7 +1,7 @@
 """What the codec saves and costs, and what the checksums cost.
 
-``python -m bench.codec`` makes blocks of several kinds and runs everything on one thread, in
-interleaved rounds; values are medians, CPU time of that thread.
+``python -m bench.codec --out bench/results/codec.json`` makes blocks of several kinds and runs
+everything on one thread, in interleaved rounds; values are medians, CPU time of that thread.
 
 The first table, one row a kind and block size:
 
@@ -28,6 +28,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -208,8 +209,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=32, help="MiB per kind")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--out", type=Path, help="write the JSON here as well")
     args = parser.parse_args()
     report = measure(args.mib, args.rounds)
+    if args.out is not None:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
     if args.json:
         print(json.dumps(report))
     else:

@@ -1,8 +1,8 @@
 """The copies between pages and the arena against plain ones of the same bytes, on a CPU.
 
-``python -m bench.device`` copies packed DeepSeek-V4 blocks (one group of `--block-kib` per block,
-padded pages, random block ids) into arena slots and back, through `tierkv.copier.Copier` as the
-cache and the vLLM connector do: into slots side by side, as a batch gets them as long as a hole of
+``python -m bench.device --out bench/results/device.json`` copies packed DeepSeek-V4 blocks (padded
+pages, random block ids) into arena slots and back, through `tierkv.copier.Copier` as the cache and
+the vLLM connector do: into slots side by side, as a batch gets them as long as a hole of
 the arena holds it, and into slots that each lie alone, as an old arena may give them. Everything
 runs on one thread. Every round times two plain copies right before and right after each of ours;
 a ratio is our rate over the mean of the two. Values are medians of interleaved rounds.

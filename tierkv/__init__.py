@@ -20,6 +20,7 @@ Deciding (pure: no I/O, no await, so it runs inside an engine's scheduler)::
     planner     what is known + what is asked = a plan
     ledger      acts on plans; with room, books, flights and holdings the only writer of residency
     plan        the same rules on one imagined prompt, for people; presets: known models
+    leases      who holds slots, for how long and what for, for people
 
 Moving (asyncio: on the caller's loop, or in a keeper process beside an engine)::
 

@@ -19,28 +19,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
-import torch
 
-from tierkv import planner
+from tierkv import jobs, leases, planner
 from tierkv.answers import Flushed, Loaded, PrefixHit, Saved, loaded
-from tierkv.blocks import (
-    Copied,
-    Move,
-    MoveDone,
-    MoveReleased,
-    Outcome,
-    Recovered,
-)
+from tierkv.blocks import Copied, Move, MoveDone, MoveReleased, Outcome, Recovered
 from tierkv.copier import Copy
-from tierkv.device import Pages
 from tierkv.errors import CacheClosedError, DeadlineError
 from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
-from tierkv.jobs import BlockIds, Job, Jobs, Prompt, block_tables, create_arena, prompt_chain
+from tierkv.jobs import BlockIds, Job, Jobs, PageTensors, Prompt
 from tierkv.keeper import KeeperClient
 from tierkv.layout import Layout
 from tierkv.ledger import Agree, Ledger, Rotate, Submit
@@ -58,9 +48,6 @@ hit that was dropped without a load reports nothing, and its promise ends by tim
 
 _OPEN_S = 60.0
 """A keeper whose tier is not open by then is given up: a million blocks take five seconds."""
-
-PageTensors = Pages | Mapping[str, Sequence[torch.Tensor]]
-"""Compiled pages (faster), or group name to tensors as `tierkv.device.Pages` takes them."""
 
 
 class Cache:
@@ -93,6 +80,7 @@ class Cache:
         self._released_early: set[int] = set()
         self._confirmed_epoch = 0
         self._changed = asyncio.Event()
+        self._watch = leases.Watch()
         self._jobs: Jobs
 
     # Opening and closing --------------------------------------------------------------------
@@ -116,7 +104,7 @@ class Cache:
         """
         if self._port is not None or self._closing:
             raise CacheClosedError("this cache was opened before; make a new one")
-        arena = await create_arena(self._config.arena_bytes)
+        arena = await jobs.create_arena(self._config.arena_bytes)
         try:
             if self._isolation == "process":
                 self._port = await self._start_keeper(arena)
@@ -197,7 +185,7 @@ class Cache:
 
         If cancelled: nothing is leased.
         """
-        hashes = prompt_chain(self.layout, prompt, extras)
+        hashes = jobs.prompt_chain(self.layout, prompt, extras)
         if local_tokens < 0 or local_tokens % self.layout.alignment_tokens:
             raise ValueError(
                 f"local_tokens is {local_tokens}; write a multiple of the alignment, "
@@ -240,9 +228,11 @@ class Cache:
         if not hit:
             raise ValueError("this lookup was a miss: there is nothing to load")
         self._open_port()
-        compiled = self._compiled(pages)
-        job = self._jobs.job(compiled)
-        move = self._ledger.begin_load(hit.owner, block_tables(self.layout, blocks, hit.blocks))
+        ours = jobs.compiled(self.layout, pages)
+        job = self._jobs.job(ours)
+        move = self._ledger.begin_load(
+            hit.owner, jobs.block_tables(self.layout, blocks, hit.blocks)
+        )
         hit.release()  # the move has leases of its own
         return await self._jobs.run(job, self._load(job, hit, move))
 
@@ -270,13 +260,13 @@ class Cache:
         If cancelled: your pages are no longer read once this raises; parts may have been saved.
         """
         self._open_port()
-        hashes = prompt_chain(self.layout, prompt, extras)
-        compiled = self._compiled(pages)
-        tables = block_tables(self.layout, blocks, {})
+        hashes = jobs.prompt_chain(self.layout, prompt, extras)
+        ours = jobs.compiled(self.layout, pages)
+        tables = jobs.block_tables(self.layout, blocks, {})
         computed = hashes.tokens if computed_tokens is None else computed_tokens
         if not 0 <= computed <= hashes.tokens:
             raise ValueError(f"computed_tokens is {computed}; the prompt has {hashes.tokens}")
-        job = self._jobs.job(compiled)
+        job = self._jobs.job(ours)
         return await self._jobs.run(job, self._save(job, hashes, tables, computed))
 
     async def flush(self, *, deadline_s: float = 30.0) -> Flushed:
@@ -334,6 +324,14 @@ class Cache:
         storage = self._open_port().stats()
         ours = self._ledger.stats() | self._jobs.stats()
         return {**ours, **{f"storage_{k}": v for k, v in storage.items()}}
+
+    def debug(self) -> dict[str, Any]:
+        """Who holds RAM, how much of it, for how long and what for (`tierkv.leases`), JSON-able.
+
+        >>> cache.debug()["leases"]
+        []
+        """
+        return leases.debug(self._ledger)
 
     # Saves and loads, in tasks of their own -----------------------------------------------
 
@@ -470,6 +468,7 @@ class Cache:
                     self._submit(move)
 
     def _wake(self) -> None:
+        self._watch.look(self._ledger)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -493,6 +492,3 @@ class Cache:
         if self._port is not None:
             self._obey()
             self._wake()
-
-    def _compiled(self, pages: PageTensors) -> Pages:
-        return pages if isinstance(pages, Pages) else Pages(self.layout, pages)

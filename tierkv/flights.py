@@ -29,10 +29,20 @@ class _Flight:
     gone: NDArray[np.bool_]
     unreleased: set[int] = field(default_factory=set)
     quarantined: list[tuple[int, int]] = field(default_factory=list)
+    since: float = 0.0
 
     @property
     def open(self) -> bool:
         return bool(self.copies_due or self.answers_due)
+
+    @property
+    def waits_for(self) -> str:
+        """In words, with the ranks."""
+        if self.copies_due:
+            return f"the device's copies on ranks {sorted(self.copies_due)}"
+        if self.answers_due:
+            return f"the tier on ranks {sorted(self.answers_due)}"
+        return f"a call that overran its deadline on ranks {sorted(self.unreleased)}"
 
 
 class Flights:
@@ -52,6 +62,10 @@ class Flights:
     def __len__(self) -> int:
         """Moves that some rank has not answered yet; quarantined slots do not count."""
         return sum(f.open for f in self._by_id.values())
+
+    def all(self) -> list[_Flight]:
+        """Each that holds slots still, quarantined ones too."""
+        return list(self._by_id.values())
 
     def saves(self) -> set[int]:
         """Ids of saves that are not stored yet."""
@@ -74,6 +88,7 @@ class Flights:
         self._by_id[move.id] = _Flight(
             move, rows, set(everyone) if copies else set(), everyone, blank, blank.copy()
         )
+        self._by_id[move.id].since = self._books.clock()
 
     def copied(self, rank: int, move_id: int) -> None:
         """A rank's device copy is in place; with the last one the blocks are pinned."""

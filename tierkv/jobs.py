@@ -45,6 +45,10 @@ _HUNG: list[Jobs] = []
 """Their device did not end its copies: it may touch their memory until the process ends."""
 
 
+PageTensors = Pages | Mapping[str, Sequence[torch.Tensor]]
+"""Compiled pages (faster), or group name to tensors as `tierkv.device.Pages` takes them."""
+
+
 @dataclass(slots=True)
 class Job:
     """One save or load.
@@ -200,6 +204,11 @@ def prompt_chain(layout: Layout, prompt: Prompt, extras: Extras) -> HashChain:
             f"{layout.hash_block_tokens}; make it with `Cache.chain`"
         )
     return prompt
+
+
+def compiled(layout: Layout, pages: PageTensors) -> Pages:
+    """The pages, compiled if they are not yet."""
+    return pages if isinstance(pages, Pages) else Pages(layout, pages)
 
 
 def _block_ids(group: str, table: Sequence[int | None]) -> list[int | None]:

@@ -46,9 +46,8 @@ def open(
     rank, data_parallel_rank: which process of a parallel engine this is; each has its own store.
     read_timeout_s, write_timeout_s: deadline of one load or save in the storage tier.
     codec: ``lz4`` stores blocks compressed where that saves an eighth. A store may hold both.
-    device_checksums: sum the blocks of a save where their pages are, on a GPU or here, instead of
-        in the storage half. A change on the way there is seen then, and saving costs its CPU
-        nothing; but a CPU verifies such a block six times as slowly (bench/codec.py).
+    device_checksums: sum a save's blocks where their pages are, so that changes on the way are seen
+        too; but a CPU verifies these sums at a sixth of the usual rate (bench/codec.py).
 
     Raises `ConfigError` in one line for what cannot be; `StoreError` comes when it is opened.
 
@@ -80,13 +79,8 @@ def open(
         write_timeout_s=write_timeout_s,
         codec=parse_codec(codec, url, "codec"),
     )
-    return Cache(
-        layout,
-        config,
-        Policy.parse(policy),
-        isolation=isolation,
-        device_checksums=_flag(device_checksums),
-    )
+    sums = _flag(device_checksums)
+    return Cache(layout, config, Policy.parse(policy), isolation=isolation, device_checksums=sums)
 
 
 def _layout(given: object) -> Layout:

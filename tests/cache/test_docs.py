@@ -24,7 +24,7 @@ LAYOUT = tierkv.Layout(
     (tierkv.Group(name="attention", kind=tierkv.GroupKind.FULL, block_tokens=4, block_bytes=1024),)
 )
 # `load` has the hit that `save` left, so the examples run in the order of a first day.
-METHODS = ("chain", "save", "flush", "lookup", "load", "stats", "rotate")
+METHODS = ("chain", "save", "flush", "lookup", "load", "stats", "debug", "rotate")
 
 
 async def run_example(example: doctest.Example, names: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from tierkv.leases import Watch
 from tierkv.ledger import Ledger
 from tierkv.worth import Line
 
@@ -194,6 +195,7 @@ class LedgerStats:
         self._reported: dict[str, int] = {}
         self._at = self._census_at = 0.0
         self._was_busy = self._warned = False
+        self._watch = Watch()
 
     def add(self, name: str, value: int) -> None:
         """Count something that the ledger does not."""
@@ -204,6 +206,7 @@ class LedgerStats:
         busy = ledger.moves_in_flight > 0
         came_to_rest, self._was_busy = self._was_busy and not busy, busy
         now = time.monotonic()
+        self._watch.look(ledger)
         if (now >= self._census_at or came_to_rest) and ledger.census.advance():
             self._census_at = now + INTERVAL_S
         if now - self._at < INTERVAL_S and not came_to_rest:
