@@ -23,7 +23,16 @@ import aiofiles.os
 import numpy as np
 
 from tierkv import record
-from tierkv.blocks import HASH_BYTES, Keys, MoveDone, MoveKind, Outcome, Retire, planned_move
+from tierkv.blocks import (
+    HASH_BYTES,
+    Appraise,
+    Keys,
+    MoveDone,
+    MoveKind,
+    Outcome,
+    Retire,
+    planned_move,
+)
 from tierkv.index import Index
 from tierkv.keeper import KeeperClient
 from tierkv.local import LocalStorage
@@ -210,6 +219,8 @@ class PortEngine(Engine):
                 self._waiting.pop(event.move_id).set_result(event.outcomes)
             elif isinstance(event, Retire):
                 self._port.agree(event.retire_id)
+            elif isinstance(event, Appraise):
+                self._port.appraised(event.question_id, np.zeros(len(event.keys), np.bool_))
 
     async def find(self, hashes: bytes) -> int:
         keys = Keys(np.zeros(len(hashes) // HASH_BYTES, np.uint16), hashes)

@@ -30,6 +30,7 @@ from rich.progress import track
 from bench.traces import Trace
 from tierkv import policy
 from tierkv.blocks import HASH_BYTES
+from tierkv.books import BLOCKS_PER_MEMORY
 from tierkv.index import Index, Rows, Tier
 from tierkv.past import Past
 
@@ -38,8 +39,6 @@ Hits = Iterator[int]
 """Blocks that each prompt hits, in order."""
 
 NEVER: Final = 1 << 60
-PAST: Final = 4
-"""Entries of `tierkv.past` per block of the capacity: 20 bytes."""
 SEGMENTS: Final = (32, 64, 128, 256)
 """How many segments the tier is cut into. 256 MiB of 5.5 KiB per token are about 100 blocks of 512
 tokens; 5 % of the public trace are about 90 such segments."""
@@ -184,7 +183,8 @@ class Segments:
         self._prompts = prompts
         self.size = max(1, capacity // segments)
         self.index = UsedIndex(1)
-        self.past = Past(PAST * capacity)
+        self.past = Past()
+        self.past.reserve(round(capacity / BLOCKS_PER_MEMORY))
         self._names: dict[int, bytes] = {}
         self.stored = self.rewritten = 0
         self._sealed: deque[Rows] = deque()
@@ -211,7 +211,7 @@ class Segments:
                 fresh = [names[n] for n in lacking.tolist()]
                 new = index.add_many(np.zeros(len(fresh), np.uint16), fresh)
                 index.tick[new], index.depth[new] = now, lacking + 1
-                index.uses[new] = self.past.recall(fresh)
+                index.uses[new] = self.past.recall(index.keys_of(new))
                 index.tier[new] = Tier.WRITING
                 self.stored += len(new)
                 self._append(new)
@@ -261,9 +261,7 @@ class Segments:
         return rows, keep
 
     def _give_up(self, rows: Rows) -> None:
-        hashes = self.index.keys_of(rows).hashes
-        cuts = range(0, len(hashes), HASH_BYTES)
-        self.past.remember([hashes[at : at + HASH_BYTES] for at in cuts], self.index.uses[rows])
+        self.past.remember(self.index.keys_of(rows), self.index.uses[rows])
         self.index.tier[rows] = Tier.ABSENT
         self.index.reap_all(rows)
 

@@ -28,7 +28,16 @@ from typing import Any
 
 import numpy as np
 
-from tierkv.blocks import HASH_BYTES, Keys, MoveDone, MoveKind, Outcome, Retire, planned_move
+from tierkv.blocks import (
+    HASH_BYTES,
+    Appraise,
+    Keys,
+    MoveDone,
+    MoveKind,
+    Outcome,
+    Retire,
+    planned_move,
+)
 from tierkv.keeper import KeeperClient
 from tierkv.local import LocalStorage
 from tierkv.pinned import Arena
@@ -103,6 +112,8 @@ class Driver:
             for event in self._port.poll():
                 if isinstance(event, Retire):
                     self._port.agree(event.retire_id)
+                elif isinstance(event, Appraise):
+                    self._port.appraised(event.question_id, np.zeros(len(event.keys), np.bool_))
                 elif isinstance(event, MoveDone):
                     waiting.discard(event.move_id)
                     if (event.outcomes != Outcome.DONE).any():

@@ -116,6 +116,9 @@ class BackendContext:
     retire: `await retire(keys)` before giving up published blocks to make room. Returns when the
         side that decides has stopped promising them and no load holds them; only then may the
         space be used again. It may take as long as a load; never hold a lock that a read needs.
+    worth: `await worth(keys)`: bool[n], which of these published blocks are worth writing again
+        before their space is used for others; changes no promise. All false where nobody answers
+        in time. None: there is nobody to ask.
     """
 
     namespace: bytes
@@ -124,6 +127,7 @@ class BackendContext:
     data_parallel_rank: int = 0
     block_bytes: tuple[int, ...]
     retire: Callable[[Keys], Awaitable[None]]
+    worth: Callable[[Keys], Awaitable[NDArray[np.bool_]]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,7 @@ class Usage:
         0 where there is none.
     modes: which path is really in force, in words: `{"io": "threads", "direct": "yes", …}`.
     counters: monotonic counts of the backend's own (`bytes_written`, …).
+    ratios: what follows from them and is no whole number (`write_amplification`, …).
     """
 
     blocks: int
@@ -144,6 +149,7 @@ class Usage:
     capacity_bytes: int
     modes: dict[str, str] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
 
 
 class Backend(ABC):

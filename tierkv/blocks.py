@@ -254,6 +254,17 @@ class Retire:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Appraise:
+    """The tier asks which of these blocks are worth writing again before it gives their space up.
+
+    It withdraws nothing. The answer is `appraised(id, bool[n])`; without one none is.
+    """
+
+    question_id: int
+    keys: Keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Recovered:
     """The tier is open and holds these blocks; everything known of it before is void.
 
@@ -278,7 +289,7 @@ class Copied:
     move_id: int
 
 
-Event = MoveDone | MoveReleased | Retire | Recovered | TierDown | Copied
+Event = MoveDone | MoveReleased | Retire | Appraise | Recovered | TierDown | Copied
 
 
 def pack_event(event: Event) -> tuple[Any, ...]:
@@ -290,6 +301,8 @@ def pack_event(event: Event) -> tuple[Any, ...]:
             return ("released", move_id)
         case Retire(retire_id, keys):
             return ("retire", retire_id, keys.groups.tobytes(), keys.hashes)
+        case Appraise(question_id, keys):
+            return ("appraise", question_id, keys.groups.tobytes(), keys.hashes)
         case Recovered(keys, epoch):
             return ("recovered", keys.groups.tobytes(), keys.hashes, epoch)
         case TierDown(reason):
@@ -307,6 +320,8 @@ def unpack_event(data: Sequence[Any]) -> Event:
             return MoveReleased(move_id)
         case ("retire", int(retire_id), bytes(groups), bytes(hashes)):
             return Retire(retire_id, Keys(np.frombuffer(groups, np.uint16), hashes))
+        case ("appraise", int(question_id), bytes(groups), bytes(hashes)):
+            return Appraise(question_id, Keys(np.frombuffer(groups, np.uint16), hashes))
         case ("recovered", bytes(groups), bytes(hashes), int(epoch)):
             return Recovered(Keys(np.frombuffer(groups, np.uint16), hashes), epoch)
         case ("down", str(reason)):

@@ -18,8 +18,14 @@ from numpy.typing import NDArray
 
 from tierkv.blocks import Keys, Move, MoveKind, planned_move
 from tierkv.index import Index, Pinned, Rows, Tier
-from tierkv.layout import Layout
+from tierkv.layout import GroupKind, Layout
+from tierkv.past import Past
 from tierkv.room import Room
+
+BLOCKS_PER_MEMORY: Final = 1
+"""So many blocks that the index knows give the past one entry, of 5 bytes."""
+
+_LONGEST: Final = np.iinfo(np.int32).max
 
 
 class Miss(enum.StrEnum):
@@ -59,6 +65,15 @@ class Agree:
     retire_id: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Appraised:
+    """Tell this rank which blocks of its question are worth writing again: bool[n]."""
+
+    rank: int
+    question_id: int
+    worth: NDArray[np.bool_]
+
+
 @dataclass(frozen=True, slots=True)
 class Rotate:
     """Tell every rank that everything older than this epoch is void."""
@@ -74,7 +89,7 @@ class Submit:
     move: Move
 
 
-Command = Agree | Rotate | Submit
+Command = Agree | Appraised | Rotate | Submit
 
 COUNTERS: Final = (
     "lookups",
@@ -169,6 +184,7 @@ class Books:
         self.commands: list[Command] = []
         self._payload: NDArray[np.int64] = np.array(layout.block_bytes, np.int64)
         self.census = Census(self.index, self._payload)
+        self.past = Past()
         self._tick = 0
         self._last_id = 0
 
@@ -181,6 +197,52 @@ class Books:
         """These rows are used now, together."""
         self._tick += 1
         self.index.tick[rows] = self._tick
+
+    @property
+    def next_tick(self) -> int:
+        """The clock's value at the next use."""
+        return self._tick + 1
+
+    def use(self, rows: Rows, since: int) -> None:
+        """`touch`, by a prompt that came when the clock was at `since`, and count it.
+
+        What was touched since then is not counted again: by this prompt, that looks a block up,
+        loads it and meets it once more when it saves, or by one beside it.
+        """
+        if not len(rows):
+            return
+        self._tick += 1
+        index, now = self.index, self._tick
+        before = index.tick[rows]
+        if before.max() >= since:
+            fresh = before < since
+            rows, again, before = rows[fresh], rows[~fresh], before[fresh]
+            index.tick[again] = now
+        uses = index.uses[rows]
+        index.uses[rows] = uses + (uses < 255)
+        index.gap[rows] = np.where(before > 0, np.minimum(now - before, _LONGEST), 0)
+        index.tick[rows] = now
+
+    def remember(self, rows: Rows) -> None:
+        """These blocks leave the tier: keep in mind how often they were used."""
+        index = self.index
+        self.past.reserve(len(index) // BLOCKS_PER_MEMORY)
+        self.past.remember(index.keys_of(rows), index.uses[rows])
+
+    def recall(self, groups: NDArray[np.uint16], names: Sequence[bytes]) -> NDArray[np.uint8]:
+        """uint8[n]: how often blocks of one prompt were used before they left; see `tierkv.past`.
+
+        In the order of the prompt. In a full group what precedes a block was used whenever it was.
+        """
+        uses = np.zeros(len(names), np.uint8)
+        if not self.past.entries:
+            return uses
+        keys = Keys(groups, b"".join(names))
+        for group in np.unique(groups).tolist():
+            mine = groups == group
+            chained = self.layout.groups[group].kind is GroupKind.FULL
+            uses[mine] = self.past.recall(keys.take(mine), chained=chained)
+        return uses
 
     def payload_bytes(self, rows: Rows) -> int:
         """Real bytes of these rows' blocks together."""

@@ -33,7 +33,7 @@ from tierkv.hashing import NO_EXTRAS, Extras, HashChain, TokenIds, chain
 from tierkv.jobs import BlockIds, Job, Jobs, PageTensors, Prompt
 from tierkv.keeper import KeeperClient
 from tierkv.layout import Layout
-from tierkv.ledger import Agree, Ledger, Rotate, Submit
+from tierkv.ledger import Agree, Appraised, Ledger, Rotate, Submit
 from tierkv.local import LocalStorage
 from tierkv.pinned import Arena
 from tierkv.reach import Policy
@@ -462,6 +462,8 @@ class Cache:
             match command:
                 case Agree(_, retire_id) if not self._closing:
                     port.agree(retire_id)
+                case Appraised(_, question_id, worth) if not self._closing:
+                    port.appraised(question_id, worth)
                 case Rotate(epoch) if not self._closing:
                     port.rotate(epoch)
                 case Submit(_, move):

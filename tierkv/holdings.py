@@ -11,8 +11,9 @@ import logging
 
 import numpy as np
 
+from tierkv import policy
 from tierkv.blocks import NO_KEYS, Keys
-from tierkv.books import Agree, Books
+from tierkv.books import Agree, Appraised, Books
 from tierkv.index import Rows, Tier, distinct
 
 log = logging.getLogger("tierkv")
@@ -43,6 +44,7 @@ class Holdings:
         # Suspended ones as well: this rank would be thought to hold them still.
         resident = rows[np.isin(index.tier[rows], (Tier.RESIDENT, Tier.SUSPENDED))]
         index.tier[resident] = Tier.ABSENT
+        books.remember(resident)
         index.tell(resident, in_tier=True, gone=True)
         books.count("evicted_tier", resident)
         books.count_tokens("evicted_tier", resident)
@@ -54,6 +56,15 @@ class Holdings:
         self.answer_retirements()
         books.freed(resident)
         return writing
+
+    def appraise(self, rank: int, question_id: int, keys: Keys) -> None:
+        """A rank asks what is worth writing again; blocks that not every rank holds are not."""
+        index = self._books.index
+        rows = index.find_all(keys)
+        worth = np.zeros(len(keys), np.bool_)
+        held = np.flatnonzero((rows >= 0) & (index.tier[rows] == Tier.RESIDENT))
+        worth[held] = policy.worth_keeping(index, rows[held])
+        self._books.commands.append(Appraised(rank, question_id, worth))
 
     def answer_retirements(self) -> None:
         """Agree to every retirement whose blocks no load is reading any more."""

@@ -2,7 +2,7 @@
 
 The index holds state; it decides nothing and is written by `tierkv.ledger` only. A row lives while
 its block is somewhere (pinned or in the tier), on its way somewhere, or leased. A million rows
-cost about 155 bytes each with the key (bench/index.py).
+cost about 160 bytes each with the key (bench/restart.py).
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ class Index:
         ("pinned", np.uint8),
         ("tier", np.uint8),
         ("read", np.uint8),
+        ("uses", np.uint8),
         ("leases", np.int32),
         ("tier_leases", np.int32),
         ("depth", np.int32),
+        ("gap", np.int32),
         ("tick", np.int64),
         ("offset", np.int64),
     )
@@ -101,12 +103,16 @@ class Index:
     """`Tier`."""
     read: NDArray[np.uint8]
     """1 once the block has served a hit since it was stored."""
+    uses: NDArray[np.uint8]
+    """How many prompts hit the block, at most 255, before it left and came back included."""
     leases: NDArray[np.int32]
     """How many promises and moves use the slot or wait for it."""
     tier_leases: NDArray[np.int32]
     """How many of those read the storage tier."""
     depth: NDArray[np.int32]
     """Where the block ends in its prompt, in tokens: ends of prompts go first."""
+    gap: NDArray[np.int32]
+    """Ticks between its last two uses; 0 before the second."""
     tick: NDArray[np.int64]
     """The ledger's clock at the last use."""
     offset: NDArray[np.int64]

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from tierkv import fit, planner, policy, reach
 from tierkv.blocks import (
+    Appraise,
     Copied,
     Event,
     Move,
@@ -33,7 +34,7 @@ from tierkv.blocks import (
     TierDown,
     planned_move,
 )
-from tierkv.books import Agree, Books, Census, Command, Hit, Miss, Rotate, Submit
+from tierkv.books import Agree, Appraised, Books, Census, Command, Hit, Miss, Rotate, Submit
 from tierkv.errors import ConfigError
 from tierkv.flights import Flights
 from tierkv.holdings import Holdings
@@ -44,7 +45,7 @@ from tierkv.planner import BlockTables, Chosen, HitPlan, SavePlan, SaveProgress
 from tierkv.reach import AUTO, Policy, PolicyKind
 from tierkv.stock import SeenBoundaries, Stock
 
-__all__ = ["Agree", "Command", "Hit", "Ledger", "Miss", "Rotate", "Submit"]
+__all__ = ["Agree", "Appraised", "Command", "Hit", "Ledger", "Miss", "Rotate", "Submit"]
 
 
 class Ledger:
@@ -103,6 +104,7 @@ class Ledger:
         self._take_back(request)
         self._expire()
         self._books.counters["lookups"] += 1
+        request.since = request.since or self._books.next_tick
         search = fit.Search(self.layout.alignment_tokens, local_tokens)
         while True:
             plan = planner.plan_hit(
@@ -201,6 +203,8 @@ class Ledger:
         move = self._save(request, plan, block_ids) if len(plan.wanted) else None
         # One that is declined once more is not counted once more.
         books.counters["declined_blocks"] += max(len(request.progress.declined) - waiting, 0)
+        if request.since:
+            books.use(plan.kept_rows, request.since)  # what its own pages held of it as well
         if len(plan.kept_rows) or move is not None:
             # All of the prompt at once: were its first steps' blocks older than its last ones',
             # they would be evicted first, and nothing can be read without them.
@@ -241,7 +245,7 @@ class Ledger:
 
         Returns the new epoch; the ranks learn of it by a `Rotate` command.
         """
-        books = self._books
+        books, index = self._books, self._books.index
         books.epoch += 1
         for request in self._requests.values():
             self._take_back(request)
@@ -249,13 +253,11 @@ class Ledger:
             request.quiet_until = 0
             request.rows = request.rows[:0]
         self._seen.clear()
-        live = books.index.live()
-        books.index.tell(live[books.index.tier[live] == Tier.RESIDENT], in_tier=True, gone=True)
-        books.index.tell(
-            live[books.index.pinned[live] == Pinned.RESIDENT], in_tier=False, gone=True
-        )
-        books.index.forget_all(live)
-        books.index.tier[live] = Tier.ABSENT
+        live = index.live()
+        index.tell(live[index.tier[live] == Tier.RESIDENT], in_tier=True, gone=True)
+        index.tell(live[index.pinned[live] == Pinned.RESIDENT], in_tier=False, gone=True)
+        index.forget_all(live)
+        index.tier[live] = Tier.ABSENT
         books.freed(live)
         self._holdings.rotate()
         books.commands.append(Rotate(books.epoch))
@@ -281,6 +283,8 @@ class Ledger:
                 self._flights.released(rank, move_id)
             case Retire(retire_id, keys):
                 self._flights.spoil(self._holdings.retire(rank, retire_id, keys))
+            case Appraise(question_id, keys):
+                self._holdings.appraise(rank, question_id, keys)
             case Recovered(keys, epoch):
                 if self._holdings.recover(rank, keys, epoch):
                     self.rewrite()
@@ -394,7 +398,7 @@ class Ledger:
         index.tier_leases[incoming] += 1
         self._flights.load_bytes += books.room.slot_bytes(incoming)
         index.depth[rows] = self._ends(plan)
-        books.touch(rows)
+        books.use(rows, request.since)
         expires = books.clock() + self._promise_s
         request.promise = Promise(plan, local_tokens, expires)
         self._promises.append((request, expires))
@@ -465,6 +469,7 @@ class Ledger:
         new = rows < 0
         names = list(itertools.compress(plan.names, new.tolist()))
         rows[new] = index.add_many(taken.groups[new], names)
+        index.uses[rows[new]] = books.recall(taken.groups[new], names)
         index.depth[rows] = self._ends(taken)
         index.offset[rows] = offsets
         index.pinned[rows] = Pinned.FILLING

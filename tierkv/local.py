@@ -7,6 +7,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tierkv.backend import Backend
 from tierkv.blocks import Event, Move
 from tierkv.mover import Mover
@@ -54,6 +57,10 @@ class LocalStorage:
     def agree(self, retire_id: int) -> None:
         """See `StoragePort.agree`."""
         self._mover.agree(retire_id)
+
+    def appraised(self, question_id: int, worth: NDArray[np.bool_]) -> None:
+        """See `StoragePort.appraised`."""
+        self._mover.appraised(question_id, worth)
 
     def rotate(self, epoch: int) -> None:
         """See `StoragePort.rotate`."""

@@ -26,6 +26,7 @@ from tierkv.backend import Backend, BlockBatch, Outcomes
 from tierkv.blocks import (
     ARENA_ALIGN,
     NO_KEYS,
+    Appraise,
     Event,
     Keys,
     Move,
@@ -39,6 +40,7 @@ from tierkv.blocks import (
 from tierkv.health import Entry, TierHealth
 from tierkv.iosched import Admission, IOScheduler, Lane
 from tierkv.pinned import Arena
+from tierkv.questions import Questions
 from tierkv.running import UNSET, End, Run, refusal
 from tierkv.storage import StorageConfig
 from tierkv.tier import Tier
@@ -105,6 +107,7 @@ class Mover:
         self._runs: set[Run] = set()
         self._idle = asyncio.Event()  # set again whenever no run is left
         self._retires: dict[int, asyncio.Future[None]] = {}
+        self._questions = Questions()
         self._next_retire_id = 1
         self._rotating: asyncio.Task[None] | None = None
         self._epoch = 0
@@ -121,14 +124,15 @@ class Mover:
         """Open the backend and tell what it holds. Nothing is emitted.
 
         clear: forget everything first (a rotation that an earlier keeper did not finish).
-        first_retire_id: where retire ids start; a keeper started anew must not reuse old ones.
+        first_retire_id: where retire ids, and those of questions, start; a keeper started anew
+            must not reuse old ones.
         Raises `ConfigError` or `StoreError`; then everything is closed again.
         """
         self._epoch = epoch
         self._next_retire_id = first_retire_id
         keys = NO_KEYS
         if self._tier is not None:
-            keys = await self._tier.open(self._retire, clear=clear)
+            keys = await self._tier.open(self._retire, self._worth, clear=clear)
             try:
                 await self._tier.refresh_usage()
             except asyncio.CancelledError:
@@ -211,6 +215,10 @@ class Mover:
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
+    def appraised(self, question_id: int, worth: NDArray[np.bool_]) -> None:
+        """The answer to an `Appraise`; unknown ids change nothing."""
+        self._questions.take(question_id, worth)
+
     def rotate(self, epoch: int) -> None:
         """Forget all that is older than `epoch`: at once for callers, then durably.
 
@@ -241,6 +249,7 @@ class Mover:
             "degraded": int(self._health.degraded),
             "degradations": self._health.degradations,
             "retires_waiting": len(self._retires),
+            "questions_waiting": len(self._questions),
         }
 
     async def refresh_usage(self) -> None:
@@ -421,8 +430,7 @@ class Mover:
         """`BackendContext.retire`: announce, and wait until the side that decides agrees."""
         if not self._ready or self._closing or not len(keys):
             return  # nothing is promised to anybody
-        retire_id = self._next_retire_id
-        self._next_retire_id += 1
+        retire_id = self._new_id()
         agreed = self._loop.create_future()
         self._retires[retire_id] = agreed
         self._emit(Retire(retire_id, keys))
@@ -432,7 +440,21 @@ class Mover:
             del self._retires[retire_id]
             self._count["retired_blocks"] += len(keys)
 
+    async def _worth(self, keys: Keys) -> NDArray[np.bool_]:
+        """`BackendContext.worth`: ask; none where nobody would answer."""
+        if not self._ready or self._closing or not len(keys) or self._questions.deaf:
+            return np.zeros(len(keys), np.bool_)
+        question_id = self._new_id()
+        question = Appraise(question_id, keys)
+        return await self._questions.ask(question_id, len(keys), partial(self._emit, question))
+
+    def _new_id(self) -> int:
+        """For a `Retire` or an `Appraise`; none is used twice."""
+        self._next_retire_id += 1
+        return self._next_retire_id - 1
+
     def _release_retires(self) -> None:
+        self._questions.end_all()
         for agreed in self._retires.values():
             if not agreed.done():
                 agreed.set_result(None)

@@ -25,6 +25,8 @@ class Owner:
 
     promise: Promise | None = None
     pending_since: float | None = None
+    since: int = 0
+    """The tick of the ledger's clock when it first looked up; 0: it has not."""
     progress: SaveProgress = field(default_factory=SaveProgress)
     declined_at: int = -1
     quiet_until: int = 0

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tierkv.blocks import Event, Move
 
 
@@ -55,6 +58,9 @@ class StoragePort(Protocol):
 
     def agree(self, retire_id: int) -> None:
         """Answer a `Retire`: these blocks are promised to nobody any more."""
+
+    def appraised(self, question_id: int, worth: NDArray[np.bool_]) -> None:
+        """Answer an `Appraise`: bool[n], which of its blocks are worth writing again."""
 
     def rotate(self, epoch: int) -> None:
         """Forget everything older, durably; moves of older epochs end DECLINED or MISSING."""

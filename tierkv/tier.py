@@ -59,7 +59,13 @@ class Tier:
         self._codec = parse_codec(config.codec, config.url, "codec")
         self._coder = Coder(backend, self._mark, self._start, config.io_threads, self.count)
 
-    async def open(self, retire: Callable[[Keys], Awaitable[None]], *, clear: bool) -> Keys:
+    async def open(
+        self,
+        retire: Callable[[Keys], Awaitable[None]],
+        worth: Callable[[Keys], Awaitable[NDArray[np.bool_]]],
+        *,
+        clear: bool,
+    ) -> Keys:
         """Open the backend, `clear` it if asked, and list what it holds.
 
         Raises `ConfigError` or `StoreError` in one line; then everything is closed again.
@@ -72,6 +78,7 @@ class Tier:
             data_parallel_rank=config.data_parallel_rank,
             block_bytes=config.block_bytes,
             retire=retire,
+            worth=worth,
         )
         try:
             self._check_codec()
@@ -129,6 +136,7 @@ class Tier:
                 "tier_mode_codec": self._codec,
                 **{f"tier_mode_{k}": v for k, v in usage.modes.items()},
                 **{f"tier_{k}": int(v) for k, v in usage.counters.items()},
+                **{f"tier_{k}": float(v) for k, v in usage.ratios.items()},
             }
 
     async def supervised(self, call: Awaitable[_T], doing: str, otherwise: _D) -> _T | _D:

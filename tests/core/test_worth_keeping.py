@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tierkv.blocks import Keys
 from tierkv.index import Tier
 from tierkv.past import Past
 from tierkv.policy import BONUS_USES, LEAVING, SAMPLE, STAYS, worth_keeping
@@ -118,36 +120,62 @@ def test_a_sample_stands_for_many_rows() -> None:
 names = st.integers(0, 10**6).map(lambda n: sha256(str(n).encode()).digest())
 
 
-@given(st.dictionaries(names, st.integers(0, 255), max_size=40), st.lists(names, max_size=40))
+def keys_of(hashes: Iterable[bytes], group: int = 0) -> Keys:
+    return Keys.of((group, name) for name in hashes)
+
+
+def past_of(entries: int) -> Past:
+    past = Past()
+    past.reserve(entries)
+    return past
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(names, st.integers(0, 255), max_size=40),
+    st.lists(names, max_size=40),
+    st.integers(0, 3),
+)
 def test_a_prompt_recalls_the_most_that_it_or_what_follows_was_used(
-    left: dict[bytes, int], others: list[bytes]
+    left: dict[bytes, int], others: list[bytes], grown: int
 ) -> None:
-    past = Past(1 << 20)
-    past.remember(list(left), np.array(list(left.values()), np.uint8))
+    past = past_of(1 << 20)
+    past.remember(keys_of(left), np.array(list(left.values()), np.uint8))
+    past.reserve(past.entries << grown)
     asked = [*left, *others]
-    got = past.recall(asked).tolist()
+    got = past.recall(keys_of(asked)).tolist()
     for n, uses in enumerate(got):
         possible = [min(left[name], 254) + 1 for name in asked[n:] if name in left]
         assert uses in (0, *possible)
         assert uses == max(got[n:])
+    alone = past.recall(keys_of(asked), chained=False).tolist()
+    assert [max(alone[n:]) for n in range(len(alone))] == got
 
 
-def test_half_of_all_blocks_are_remembered_and_what_precedes_them_with_them() -> None:
-    prompt = [sha256(b"%d" % n).digest() for n in range(1000)]
-    past = Past(1 << 16)
-    past.remember(prompt, np.full(1000, 4, np.uint8))
-    alone = sum(int(past.recall([name])[0]) == 5 for name in prompt)
-    assert alone == pytest.approx(500, abs=80)
-    assert set(past.recall(prompt)[:980].tolist()) == {5}
-    assert not past.recall([sha256(b"other%d" % n).digest() for n in range(1000)]).any()
+def test_what_precedes_a_block_in_a_chain_was_used_at_least_as_often() -> None:
+    prompt = [n.to_bytes(8, "little") * 4 for n in range(1, 1001)]
+    past = past_of(1 << 20)
+    past.remember(keys_of(prompt[::3]), np.full(334, 4, np.uint8))
+    assert set(past.recall(keys_of(prompt)).tolist()) == {5}
+    assert past.recall(keys_of(prompt), chained=False).tolist() == [5, 0, 0] * 333 + [5]
+    assert not past.recall(keys_of(sha256(b"other%d" % n).digest() for n in range(1000))).any()
 
 
 def test_a_full_past_forgets_and_never_mistakes() -> None:
-    past = Past(16)
+    past = past_of(16)
     old, new = ([sha256(b"%d" % n).digest() for n in part] for part in (range(64), range(64, 128)))
-    past.remember(old, np.full(64, 7, np.uint8))
-    past.remember(new, np.full(64, 3, np.uint8))
-    assert all(past.recall([name])[0] in (0, 8) for name in old)
-    recalled = [int(past.recall([name])[0]) for name in new]
+    past.remember(keys_of(old), np.full(64, 7, np.uint8))
+    past.remember(keys_of(new), np.full(64, 3, np.uint8))
+    assert all(past.recall(keys_of([name]))[0] in (0, 8) for name in old)
+    recalled = [int(past.recall(keys_of([name]))[0]) for name in new]
     assert set(recalled) == {0, 4}
-    assert 6 <= sum(uses > 0 for uses in recalled) <= 16
+    assert 8 <= sum(uses > 0 for uses in recalled) <= 16
+
+
+def test_groups_are_told_apart_though_their_blocks_share_hashes() -> None:
+    prompt = [n.to_bytes(8, "little") * 4 for n in range(1, 1001)]
+    past = past_of(1 << 20)
+    for group in range(3):
+        past.remember(keys_of(prompt, group), np.full(1000, 10 * group, np.uint8))
+    for group in range(3):
+        assert set(past.recall(keys_of(prompt, group)).tolist()) == {10 * group + 1}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierkv.blocks import (
+    Appraise,
     Keys,
     Move,
     MoveDone,
@@ -73,6 +74,7 @@ def test_moves_and_events_cross_the_wire_whole() -> None:
         MoveDone(9, np.array([0, 1, 5], np.uint8), released=False),
         MoveReleased(9),
         Retire(1 << 40, Keys.of(keys)),
+        Appraise(1 << 41, Keys.of(keys)),
         Recovered(Keys.of(keys), 4),
         TierDown("why"),
     ]

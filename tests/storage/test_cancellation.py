@@ -17,10 +17,10 @@ from tests.backends.nvme.torture.homes import SLOT, Slots
 from tests.backends.nvme.torture.journal import BLOCK_BYTES, Journal, key_of
 from tests.backends.nvme.torture.life import SEGMENT, descriptors, threads_left, url_of
 from tierkv.backend import Usage
-from tierkv.blocks import MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire
+from tierkv.blocks import Appraise, MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire
 from tierkv.local import LocalStorage
 from tierkv.storage import StorageConfig
-from tierkv.testing import make_move
+from tierkv.testing import every_other, make_move
 from tierkv.urls import TierURL
 from tierkv_backends.nvme import NvmeBackend
 
@@ -90,6 +90,8 @@ class Desk:
                 case Retire(retire_id, keys):
                     self.journal.retired(keys)
                     self.storage.agree(retire_id)
+                case Appraise(question_id, keys):
+                    self.storage.appraised(question_id, every_other(keys))
                 case Recovered(_, epoch):
                     if epoch == self.epoch > 0:
                         # A close may stop a rotation; what was saved since may be there.

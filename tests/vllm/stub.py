@@ -107,6 +107,7 @@ class DictStorage:
         self.events: list[Event] = []
         self.moves: list[Move] = []
         self.agreed: list[int] = []
+        self.appraisals: list[tuple[int, list[bool]]] = []
         self.epochs: list[int] = []
 
     def wait_open(self, timeout_s: float) -> Recovered:
@@ -136,6 +137,9 @@ class DictStorage:
 
     def agree(self, retire_id: int) -> None:
         self.agreed.append(retire_id)
+
+    def appraised(self, question_id: int, worth: np.ndarray) -> None:
+        self.appraisals.append((question_id, worth.tolist()))
 
     def rotate(self, epoch: int) -> None:
         self.epochs.append(epoch)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from stub import BLOCK, Stub, blocks, full_spec, request, window_spec
 
-from tierkv.blocks import Keys, MoveDone, Outcome, Retire
+from tierkv.blocks import Appraise, Keys, MoveDone, Outcome, Retire
 from tierkv.connectors.vllm.wire import Handshake, StepMetadata, WorkerEvents, pack_command
-from tierkv.ledger import Agree, Rotate
+from tierkv.ledger import Agree, Appraised, Rotate
 
 
 def ids(first: int, count: int) -> list[int]:
@@ -311,6 +311,20 @@ def test_a_retirement_is_agreed_to_once_nothing_promised_holds_it() -> None:
     assert stub.storage.agreed == [5]
 
 
+def test_a_tier_that_asks_what_is_worth_keeping_is_answered_in_the_next_step() -> None:
+    stub = Stub()
+    made = request("a1", 100)
+    stub.compute(made, (ids(1, 7),))
+    keys = Keys.of([*((0, h) for h in made.block_hashes), (0, bytes(32))])
+    stub.storage.events.append(Appraise(5, keys))
+    stub.step()
+    stub.step()
+    [(question, worth)] = stub.storage.appraisals
+    assert question == 5
+    assert len(worth) == len(keys)
+    assert worth[-1] is False
+
+
 def test_a_shutdown_waits_for_saves_and_agrees_to_every_retirement() -> None:
     stub = Stub()
     stub.storage.silent = True
@@ -352,9 +366,12 @@ def test_case_120_ranks_are_as_large_as_the_smallest_arena_and_the_largest_block
 
 def test_commands_reach_only_the_rank_that_they_are_for() -> None:
     stub = Stub()
-    commands = [pack_command(c) for c in (Agree(1, 7), Agree(0, 8), Rotate(3))]
+    worth = np.array([True, False, True])
+    answers = (Appraised(1, 4, ~worth), Appraised(0, 5, worth))
+    commands = [pack_command(c) for c in (Agree(1, 7), Agree(0, 8), *answers, Rotate(3))]
     stub.worker.load(StepMetadata(commands=commands))
     assert stub.storage.agreed == [8]
+    assert stub.storage.appraisals == [(5, [True, False, True])]
     assert stub.storage.epochs == [3]
     with pytest.raises(ValueError, match="not a command"):
         stub.worker.load(StepMetadata(commands=[("dance",)]))

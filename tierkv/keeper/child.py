@@ -9,6 +9,7 @@ import os
 from typing import Any, Final, cast
 
 import msgspec
+import numpy as np
 
 from tierkv.blocks import Event, Move, pack_event
 from tierkv.errors import TierKVError
@@ -102,6 +103,8 @@ class Keeper(asyncio.Protocol):
                 mover.submit(Move.unpack(tuple(packed)))
             case ["agree", int(retire_id)]:
                 mover.agree(retire_id)
+            case ["appraised", int(question_id), bytes(worth)]:
+                mover.appraised(question_id, np.frombuffer(worth, np.bool_))
             case ["rotate", int(epoch)]:
                 mover.rotate(epoch)
             case ["close", deadline_s]:

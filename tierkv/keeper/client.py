@@ -12,6 +12,7 @@ from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tierkv import errors
 from tierkv.blocks import (
@@ -120,6 +121,11 @@ class KeeperClient:
         """See `StoragePort.agree`. Answers to an earlier keeper's `Retire` change nothing."""
         if self._state is _State.OPEN:
             self._process.send(("agree", retire_id))
+
+    def appraised(self, question_id: int, worth: NDArray[np.bool_]) -> None:
+        """See `StoragePort.appraised`. As with `agree`."""
+        if self._state is _State.OPEN:
+            self._process.send(("appraised", question_id, worth.tobytes()))
 
     def rotate(self, epoch: int) -> None:
         """See `StoragePort.rotate`. A keeper that dies before it is done leaves it to the next."""

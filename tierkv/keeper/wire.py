@@ -6,7 +6,7 @@ messages, each an array that starts with its name. No pickle: both sides read pl
 To the keeper:
 
 - ``open, config, epoch, clear, first_retire_id, log_level``
-- ``move, *Move.pack()``; ``agree, retire_id``; ``rotate, epoch``
+- ``move, *Move.pack()``; ``agree, retire_id``; ``appraised, question_id, bytes``; ``rotate, epoch``
 - ``ping, number``; ``close, deadline_s``
 
 From the keeper:

@@ -62,6 +62,7 @@ _HOME = {
     "assert_same": "batches",
     "empty_batch": "batches",
     "kill_campaign": "kills",
+    "every_other": "batches",
     "load": "batches",
     "loop_factories": "loops",
     "make_batch": "batches",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from tierkv.testing.batches import agree_at_once as agree_at_once
     from tierkv.testing.batches import assert_same as assert_same
     from tierkv.testing.batches import empty_batch as empty_batch
+    from tierkv.testing.batches import every_other as every_other
     from tierkv.testing.batches import load as load
     from tierkv.testing.batches import make_batch as make_batch
     from tierkv.testing.batches import make_blocks as make_blocks

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierkv.backend import Backend, BackendContext, BlockBatch
 from tierkv.blocks import (
@@ -127,6 +128,12 @@ async def agree_at_once(keys: Keys) -> None:
     """A `retire` for contexts where nobody holds anything."""
 
 
+def every_other(keys: Keys) -> NDArray[np.bool_]:
+    """An answer to what is worth keeping: about half of any keys, always the same ones."""
+    worth: NDArray[np.bool_] = np.frombuffer(keys.hashes, np.uint8)[::HASH_BYTES] % 2 == 0
+    return worth
+
+
 def make_context(
     block_bytes: Sequence[int],
     *,
@@ -134,6 +141,7 @@ def make_context(
     rank: int = 0,
     data_parallel_rank: int = 0,
     retire: Callable[[Keys], Awaitable[None]] = agree_at_once,
+    worth: Callable[[Keys], Awaitable[NDArray[np.bool_]]] | None = None,
 ) -> BackendContext:
     """What a mover would tell a backend at open."""
     return BackendContext(
@@ -143,6 +151,7 @@ def make_context(
         data_parallel_rank=data_parallel_rank,
         block_bytes=tuple(block_bytes),
         retire=retire,
+        worth=worth,
     )
 
 

@@ -34,6 +34,7 @@ from tierkv_backends.nvme.counters import Counters
 from tierkv_backends.nvme.engine import Engine
 from tierkv_backends.nvme.inspection import FromOutside
 from tierkv_backends.nvme.options import Options
+from tierkv_backends.nvme.rewriting import Rewriter
 from tierkv_backends.nvme.space import Space
 from tierkv_backends.nvme.store import Store, engine_sync, open_sync, unusable
 from tierkv_backends.nvme.table import Segment, Table, by_segment
@@ -119,7 +120,17 @@ class NvmeBackend(FromOutside, Backend):
         self._opened = store
         assembled: Assembled = await self._run(assemble_sync, store, recovered)
         self._table = assembled.table
-        self._space = Space(store, assembled, self._counters, run=self._run, retire=context.retire)
+        self._space = Space(
+            store,
+            assembled,
+            self._counters,
+            run=self._run,
+            retire=context.retire,
+            worth=context.worth,
+        )
+        self._space.rewrite = Rewriter(
+            store, self._space, self._table, self._counters, transfer=self._transfer
+        ).keep
         self._space.sequence = recovered.sequence
         self._writer = Writer(
             store,
@@ -231,6 +242,8 @@ class NvmeBackend(FromOutside, Backend):
         parts: list[tuple[Segment, ReadPart]] = []
         for number, positions, rows in by_segment(places):
             segment = self._table.segments[number]
+            if not space.keeps:
+                self._table.touch(segment)
             part = self._part(segment, batch, positions, rows)
             parts += [(segment, piece) for piece in self._pieces(part)]
         for segment, _ in parts:
@@ -264,7 +277,6 @@ class NvmeBackend(FromOutside, Backend):
         order = np.argsort(columns["offset"][fits], kind="stable")
         columns, positions = columns[fits][order], positions[fits][order]
         fill_records(batch, positions, columns)
-        self._table.touch(segment)
         sizes = columns["stored_bytes"].astype(np.int64)
         return ReadPart(
             path=segment.path,
@@ -386,6 +398,7 @@ class NvmeBackend(FromOutside, Backend):
             }
             | store.files.engine.modes(),
             counters=asdict(self._counters) | {"direct_fallbacks": store.files.direct_fallbacks},
+            ratios={"write_amplification": round(self._counters.write_amplification, 4)},
         )
 
     async def verify(self, progress: Callable[[int, int], None]) -> Verification:

@@ -1,9 +1,14 @@
 """Which segment takes the next extent, and where the one after it comes from.
 
-Lives on the event loop. Space comes back in two phases: a sealed segment's keys are announced with
-`retire`; when that returns they are promised to nobody; when no load reads the segment any more it
-is blank. This starts as soon as the quota is reached and no spare is left, so that a write seldom
-waits for it.
+Lives on the event loop. Space comes back by whole segments, in three steps. The side that decides
+is asked which of a sealed segment's blocks are worth writing again, and those are
+(`tierkv_backends.nvme.rewriting`). The rest is announced with `retire`; when that returns they are
+promised to nobody. When no load reads the segment any more it is blank. This starts as soon as the
+quota is reached and no spare is left, so that a write seldom waits for it.
+
+Segments go in the order in which they were written last. One of which too much is worth keeping
+stays as it is and goes to the end of that order. A store of fewer than `LEAST_SEGMENTS`, or one
+whose deciding side cannot be asked, has no room for that: it gives up the least recently used.
 """
 
 from __future__ import annotations
@@ -11,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tierkv.backend import finish
-from tierkv.blocks import Keys
+from tierkv.blocks import NO_KEYS, Keys
 from tierkv_backends.nvme.assemble import Assembled
 from tierkv_backends.nvme.counters import Counters
 from tierkv_backends.nvme.format import PAGE, single_extent_bytes
@@ -31,6 +39,18 @@ _T = TypeVar("_T")
 ROOM_WAIT_S: Final = 0.25
 """How long writes wait for a segment that is being given up, counted once from when that began;
 then they are declined. A save is worth less than the slots it keeps busy."""
+
+LEAST_SEGMENTS: Final = 8
+"""A store of fewer writes nothing again: a segment for that, and a blank one, would be too much of
+it."""
+
+PASSES: Final = 16
+"""Segments that are looked at to give one up. If too much of each is worth keeping, that goes of
+which the least is."""
+
+IN_A_ROW: Final = 4
+"""Segments of which blocks are written again to make one spare. Two do; where they do not, since
+blocks are as large as a part of a segment, the next goes as a whole."""
 
 RunSync = Callable[..., Awaitable[Any]]
 """Runs a blocking function in the pool: `await run(function, *arguments)`."""
@@ -62,10 +82,15 @@ class Space:
         *,
         run: RunSync,
         retire: Callable[[Keys], Awaitable[None]],
+        worth: Callable[[Keys], Awaitable[NDArray[np.bool_]]] | None = None,
     ) -> None:
         self.lanes = [Lane() for _ in range(store.lanes)]
         for lane, segment in zip(self.lanes, assembled.active, strict=False):
             lane.active = segment
+        self.own = Lane()
+        """Takes what is written again."""
+        self.rewrite: Callable[[Segment, Keys], Awaitable[None]] | None = None
+        """Writes blocks of a segment again, in `own`."""
         self.spares: deque[Segment] = assembled.spares
         self.partial = assembled.partial
         self.sequence = 0
@@ -74,7 +99,8 @@ class Space:
         self._counters = counters
         self._run = run
         self._retire = retire
-        self._refill: asyncio.Task[None] | None = None
+        self._worth = worth
+        self._refill: asyncio.Task[bool] | None = None
         self._wait_until_s = 0.0
         self._idle = asyncio.Event()
         self._full = False  # a write found that no segment can be made
@@ -98,7 +124,7 @@ class Space:
     async def all_lanes(self) -> AsyncIterator[None]:
         """Nothing is being written."""
         async with AsyncExitStack() as stack:
-            for lane in self.lanes:
+            for lane in self._all:
                 await stack.enter_async_context(lane.lock)
             yield
 
@@ -119,12 +145,33 @@ class Space:
                 return lane.active
             await finish(self.seal(lane))
         while lane.active is None:
-            if not await self._next():
+            if not await self._next(lane):
                 return None
             await finish(self._activate(lane))  # another lane may have been faster
-        if not self.spares:
+        if self._usable(lane) is None:
             self._start_refill()
         return lane.active
+
+    async def own_room(self, nbytes: int) -> Segment | None:
+        """`room` in `own`, which its lock protects. None where there is no blank segment now.
+
+        It waits for none to be given up: whoever gives one up asks.
+        """
+        lane = self.own
+        if lane.active is not None and lane.active.room(1) < single_extent_bytes(nbytes):
+            await self.seal(lane)
+        if lane.active is None:
+            await self._activate(lane)
+        return lane.active
+
+    @property
+    def keeps(self) -> bool:
+        """Whether blocks are written again: the order of segments is then that of writing."""
+        return (
+            self._worth is not None
+            and self.rewrite is not None
+            and len(self._table.segments) >= LEAST_SEGMENTS
+        )
 
     async def seal(self, lane: Lane) -> None:
         """Close the lane's segment for writing, with a footer where that succeeds."""
@@ -147,7 +194,7 @@ class Space:
 
     async def drop(self, segment: Segment) -> None:
         """Forget a segment whose file is gone, or must not be written any more."""
-        for lane in self.lanes:
+        for lane in self._all:
             if lane.active is segment:
                 lane.active = None
         if segment.number not in self._table.segments:
@@ -163,7 +210,7 @@ class Space:
 
     def blank_all(self) -> None:
         """All segments are blank now (`clear`); one that is being given up finishes on its own."""
-        for lane in self.lanes:
+        for lane in self._all:
             lane.active = None
         self.spares.clear()
         for segment in self._table.segments.values():
@@ -177,19 +224,24 @@ class Space:
             self._refill.cancel()
             await asyncio.wait([self._refill], timeout=wait_s)
 
-    async def _next(self) -> bool:
-        """Whether there is a spare at the end."""
+    @property
+    def _all(self) -> list[Lane]:
+        return [*self.lanes, self.own]
+
+    async def _next(self, lane: Lane) -> bool:
+        """Whether there is a spare for a lane at the end."""
         while True:
-            if self._usable() is not None or await finish(self._grow()):
+            if self._usable(lane) is not None or await finish(self._grow()):
                 return True
             self._full = True
             before = self._given_up
             refill = self._start_refill()
             left_s = self._wait_until_s - asyncio.get_running_loop().time()
             await asyncio.wait([refill], timeout=max(left_s, 0.0))
-            if self._usable() is not None:
+            if self._usable(lane) is not None:
                 return True
-            if self._given_up == before:
+            made = refill.done() and not refill.cancelled() and refill.exception() is None
+            if not (made and refill.result()) and self._given_up == before:
                 return False
             # Another lane was faster, or the quota has room for a new one now.
 
@@ -197,8 +249,17 @@ class Space:
     def _given_up(self) -> int:
         return self._counters.segments_recycled + self._counters.segments_deleted
 
-    def _usable(self) -> Segment | None:
-        return next((s for s in self.spares if s.readers == 0), None)
+    def _usable(self, lane: Lane) -> Segment | None:
+        """A blank segment for a lane; others leave one to `own` where that needs it next."""
+        blank = [s for s in self.spares if s.readers == 0]
+        left = 1 if lane is not self.own and self._own_is_short else 0
+        return blank[0] if len(blank) > left else None
+
+    @property
+    def _own_is_short(self) -> bool:
+        """Whether `own` may not take all that is kept of the next segment."""
+        active = self.own.active
+        return self.keeps and (active is None or active.room(1) < _half(active))
 
     async def _grow(self) -> bool:
         segment = await self._run(self._store.grow_sync, self._table.next_number())
@@ -209,7 +270,7 @@ class Space:
         return True
 
     async def _activate(self, lane: Lane) -> None:
-        segment = self._usable()
+        segment = self._usable(lane)
         if segment is None:
             return
         self.spares.remove(segment)
@@ -229,32 +290,57 @@ class Space:
         lane.fresh.add(segment.number)
         lane.active = segment
 
-    def _start_refill(self) -> asyncio.Task[None]:
+    def _start_refill(self) -> asyncio.Task[bool]:
         if self._refill is None or self._refill.done():
-            loop = asyncio.get_running_loop()
-            self._wait_until_s = loop.time() + ROOM_WAIT_S
-            self._refill = loop.create_task(self._give_up_coldest(), name="nvme-refill")
+            self._restart_wait()
+            work = self._make_spare()
+            self._refill = asyncio.get_running_loop().create_task(work, name="nvme-refill")
             self._refill.add_done_callback(self._refilled)
         return self._refill
 
-    def _refilled(self, task: asyncio.Task[None]) -> None:
+    def _restart_wait(self) -> None:
+        self._wait_until_s = asyncio.get_running_loop().time() + ROOM_WAIT_S
+
+    def _refilled(self, task: asyncio.Task[bool]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._counters.refill_errors += 1
             log.error("nvme: giving up a segment failed", exc_info=error)
 
-    async def _give_up_coldest(self) -> None:
-        if await finish(self._run(self._store.may_grow_sync)) and not self._full:
-            return
-        self._full = False
-        fresh = set().union(*(lane.fresh for lane in self.lanes))
-        sealed = [
-            s
-            for s in self._table.segments.values()
-            if s.state is State.SEALED and s.number not in fresh
-        ]
-        if not sealed:
-            return
-        victim = min(sealed, key=lambda s: (s.live > 0, s.touched))
+    async def _make_spare(self) -> bool:
+        """Give segments up until a lane may have a blank one; none while the quota has room.
+
+        False where none can be given up.
+        """
+        given_up = 0
+        while self._usable(self.lanes[0]) is None:
+            if await finish(self._run(self._store.may_grow_sync)) and not self._full:
+                if self._own_is_short and not self.spares:
+                    await finish(self._grow())
+                return True
+            self._full = False
+            if not self.keeps and self.own.active is not None:
+                async with self.own.lock:  # it became too small a store: `own` has a part in it
+                    await finish(self.seal(self.own))
+            if not await self._give_up_one(keep=given_up < IN_A_ROW):
+                return False
+            given_up += 1
+            self._restart_wait()
+        return True
+
+    async def _give_up_one(self, *, keep: bool) -> bool:
+        """Give a segment up; False where there is none.
+
+        keep: write again first what is worth it and for which there is room.
+        """
+        found = await self._choose(keep=keep and self.keeps)
+        if found is None:
+            return False
+        victim, kept = found
+        use = victim.generation
+        if self.rewrite is not None and len(kept):
+            await self.rewrite(victim, kept)
+        if not self._is_sealed(victim, use):  # cleared or lost meanwhile
+            return True
         victim.state = State.RETIRING
         try:
             keys = self._table.keys_of(victim)
@@ -265,6 +351,54 @@ class Space:
             victim.state = State.SEALED
             raise
         await finish(self._recycle(victim))
+        return True
+
+    async def _choose(self, *, keep: bool) -> tuple[Segment, Keys] | None:
+        """The segment that goes, and what of it is written again first.
+
+        At most half of a segment, so that two of them fill one. One of which more is worth it
+        stays, and goes to the end of the order; of `PASSES` such that goes of which the least is
+        worth it.
+        """
+        passed: dict[int, tuple[int, Segment, Keys]] = {}
+        while len(passed) < PASSES:
+            victim = self._coldest(passed)
+            if victim is None:
+                break
+            if self._worth is None or not keep or not victim.live:
+                return victim, NO_KEYS
+            use, keys = victim.generation, self._table.keys_of(victim)
+            kept = keys.take(await self._worth(keys))
+            if not self._is_sealed(victim, use):
+                continue
+            nbytes = int(self._table.lengths(kept).sum())
+            if nbytes <= _half(victim):
+                return victim, kept
+            passed[victim.number] = nbytes, victim, kept
+            self._table.touch(victim)
+        for _, victim, kept in sorted(passed.values(), key=lambda entry: entry[0]):
+            if victim.state is State.SEALED and self._table.segments.get(victim.number) is victim:
+                ends = np.cumsum(self._table.lengths(kept))
+                return victim, kept.take(ends <= _half(victim))
+        return None
+
+    def _coldest(self, but: Collection[int]) -> Segment | None:
+        """The sealed segment that goes first: one without live blocks, or the oldest."""
+        fresh = set(but).union(*(lane.fresh for lane in self.lanes))
+        sealed = (
+            s
+            for s in self._table.segments.values()
+            if s.state is State.SEALED and s.number not in fresh
+        )
+        return min(sealed, key=lambda s: (s.live > 0, s.touched), default=None)
+
+    def _is_sealed(self, segment: Segment, generation: int) -> bool:
+        """Whether a segment is still in the use that it was in."""
+        return (
+            self._table.segments.get(segment.number) is segment
+            and segment.state is State.SEALED
+            and segment.generation == generation
+        )
 
     async def _quiet(self, victim: Segment) -> None:
         """Forget what is still in the victim, and wait until no load reads it.
@@ -287,3 +421,8 @@ class Space:
         else:
             del self._table.segments[victim.number]
             self._counters.segments_deleted += 1
+
+
+def _half(segment: Segment) -> int:
+    """Payload bytes of which two fit one segment, its own pages and those of extents left out."""
+    return max(segment.nbytes // 2 - 4 * PAGE, 0)

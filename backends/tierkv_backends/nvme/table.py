@@ -53,8 +53,9 @@ class Segment:
     end: where the next extent goes. link: checksum of the last extent header. root: where the
     chain starts. count: blocks written here; live, live_bytes: those that the index still points
     at, and their payload.
-    readers: loads under way; the file is not used again before this is 0. touched: when it was
-    last written or read, in ticks of the store.
+    readers: loads under way; the file is not used again before this is 0. touched: its place in
+    the order in which segments are given up: when it was last written, passed over, or, where
+    nobody says what is worth keeping, read; in ticks of the store.
     """
 
     number: int
@@ -167,7 +168,7 @@ class Table:
         self.highest = max(self.highest, segment.number)
 
     def touch(self, segment: Segment) -> None:
-        """Note that `segment` was used just now."""
+        """Have `segment` given up last."""
         self._tick += 1
         segment.touched = self._tick
 

@@ -178,6 +178,7 @@ class Writer:
             )
             segment.end = last.start + last.nbytes
             segment.link = written.link
+            self._counters.bytes_saved += int(run.rows["stored_bytes"][: last.last].sum())
         self._table.touch(segment)
         self._counters.bytes_written += written.nbytes
         if isinstance(written.error, FileNotFoundError):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -18,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tierkv.blocks import Event, Move, pack_event, unpack_event
-from tierkv.ledger import Agree, Command, Rotate, Submit
+from tierkv.ledger import Agree, Appraised, Command, Rotate, Submit
 from tierkv.storage import StoragePort
 
 Packed = tuple[Any, ...]
@@ -89,6 +90,8 @@ def pack_command(command: Command) -> Packed:
     match command:
         case Agree(rank, retire_id):
             return ("agree", rank, retire_id)
+        case Appraised(rank, question_id, worth):
+            return ("appraised", rank, question_id, worth.tobytes())
         case Rotate(epoch):
             return ("rotate", epoch)
         case Submit(rank, move):
@@ -101,6 +104,9 @@ def carry_out(packed: Packed, rank: int, port: StoragePort) -> None:
         case ("agree", int(whom), int(retire_id)):
             if whom == rank:
                 port.agree(retire_id)
+        case ("appraised", int(whom), int(question_id), bytes(worth)):
+            if whom == rank:
+                port.appraised(question_id, np.frombuffer(worth, np.bool_))
         case ("rotate", int(epoch)):
             port.rotate(epoch)
         case ("submit", whom, tuple(move)):

@@ -8,16 +8,26 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.backends.nvme.torture.journal import BLOCK_BYTES, Journal, key_of, payload_of, size_of
 from tierkv.backend import Backend, BlockBatch
-from tierkv.blocks import Keys, MoveDone, MoveKind, MoveReleased, Outcome, Recovered, Retire
+from tierkv.blocks import (
+    Appraise,
+    Keys,
+    MoveDone,
+    MoveKind,
+    MoveReleased,
+    Outcome,
+    Recovered,
+    Retire,
+)
 from tierkv.local import LocalStorage
 from tierkv.pinned import Arena
 from tierkv.record import blank, seal_sync, verify_sync
 from tierkv.registry import make_backend
 from tierkv.storage import StorageConfig
-from tierkv.testing.batches import make_context, make_move
+from tierkv.testing.batches import every_other, make_context, make_move
 
 SLOT = 4096
 SLOTS = 192
@@ -90,10 +100,13 @@ class AtBackend:
         self._slots = Slots()
 
     async def open(self) -> None:
-        await self._backend.open(make_context(BLOCK_BYTES, retire=self._retire))
+        await self._backend.open(make_context(BLOCK_BYTES, retire=self._retire, worth=self._worth))
 
     async def _retire(self, keys: Keys) -> None:
         self._journal.retired(keys)
+
+    async def _worth(self, keys: Keys) -> NDArray[np.bool_]:
+        return every_other(keys)
 
     def _batch(self, numbers: Sequence[int], slots: Sequence[int]) -> BlockBatch:
         return BlockBatch(
@@ -196,6 +209,8 @@ class AtStorage:
                 case Retire(retire_id, keys):
                     self._journal.retired(keys)
                     self._storage.agree(retire_id)
+                case Appraise(question_id, keys):
+                    self._storage.appraised(question_id, every_other(keys))
                 case Recovered():
                     self._recovered.set()
                 case _:
