@@ -95,7 +95,7 @@ def _needed_from(layout: Layout, plan: HitPlan) -> NDArray[np.int64]:
     return ends
 
 
-def claim(books: Books, plan: HitPlan, load_bytes: int) -> tuple[HitPlan, list[int]] | None:
+def claim(books: Books, plan: HitPlan, load_bytes: int) -> tuple[HitPlan, NDArray[np.int64]] | None:
     """Lease the plan's rows and claim slots for those that come from the tier; None: no room.
 
     Where room lies in pieces between the plan's own blocks, those that the tier has are given up

@@ -16,6 +16,12 @@ from tierkv.blocks import Move, MoveKind, Outcome
 from tierkv.books import Books
 from tierkv.index import NO_SLOT, Pinned, Rows, Tier
 
+# Python 3.11 takes 2 us to find a member of an enum.
+_ABSENT, _FILLING, _PINNED = int(Pinned.ABSENT), int(Pinned.FILLING), int(Pinned.RESIDENT)
+_WRITING, _STORED = int(Tier.WRITING), int(Tier.RESIDENT)
+_SAVE, _LOAD = MoveKind.SAVE, MoveKind.LOAD
+_DONE, _MISSING, _CORRUPT = int(Outcome.DONE), int(Outcome.MISSING), int(Outcome.CORRUPT)
+
 _COUNTED = (Outcome.MISSING, Outcome.CORRUPT, Outcome.FAILED, Outcome.TIMED_OUT)
 
 
@@ -23,6 +29,7 @@ _COUNTED = (Outcome.MISSING, Outcome.CORRUPT, Outcome.FAILED, Outcome.TIMED_OUT)
 class _Flight:
     move: Move
     rows: Rows
+    slot_bytes: int
     copies_due: set[int]
     answers_due: set[int]
     bad: NDArray[np.bool_]
@@ -83,10 +90,11 @@ class Flights:
         """
         everyone = set(range(self._books.ranks))
         blank = np.zeros(len(rows), np.bool_)
-        if move.kind is MoveKind.SAVE:
-            self.save_bytes += self._books.room.slot_bytes(rows)
+        nbytes = self._books.room.slot_bytes(rows)
+        if move.kind is _SAVE:
+            self.save_bytes += nbytes
         self._by_id[move.id] = _Flight(
-            move, rows, set(everyone) if copies else set(), everyone, blank, blank.copy()
+            move, rows, nbytes, set(everyone) if copies else set(), everyone, blank, blank.copy()
         )
         self._by_id[move.id].since = self._books.clock()
 
@@ -98,9 +106,10 @@ class Flights:
         flight.copies_due.discard(rank)
         index = self._books.index
         if not flight.copies_due:
-            there = flight.rows[index.pinned[flight.rows] == Pinned.FILLING]
-            index.pinned[there] = Pinned.RESIDENT
-            index.tell(there[index.known(there)], in_tier=False)
+            there = flight.rows[index.pinned[flight.rows] == _FILLING]
+            index.pinned[there] = _PINNED
+            if index.news is not None:
+                index.tell(there[index.known(there)], in_tier=False)
 
     def done(
         self,
@@ -118,14 +127,16 @@ class Flights:
         flight.answers_due.discard(rank)
         if not released:
             flight.unreleased.add(rank)
-        flight.bad |= outcomes != Outcome.DONE
-        flight.gone |= (outcomes == Outcome.MISSING) | (outcomes == Outcome.CORRUPT)
-        if flight.move.kind is MoveKind.LOAD:
-            for outcome in _COUNTED:
-                name = f"load_{outcome.name.lower()}_blocks"
-                self._books.counters[name] += int((outcomes == outcome).sum())
+        bad = outcomes != _DONE
+        if bad.any():
+            flight.bad |= bad
+            flight.gone |= (outcomes == _MISSING) | (outcomes == _CORRUPT)
+            if flight.move.kind is _LOAD:
+                for outcome in _COUNTED:
+                    name = f"load_{outcome.name.lower()}_blocks"
+                    self._books.counters[name] += int((outcomes == outcome).sum())
         if not flight.answers_due:
-            if flight.move.kind is MoveKind.SAVE:
+            if flight.move.kind is _SAVE:
                 self._settle_save(flight, tier_is_up=tier_is_up)
             else:
                 self._settle_load(flight)
@@ -149,23 +160,29 @@ class Flights:
         if flight.copies_due:
             # A rank ended the move without a copy: nothing in these slots may be promised.
             flight.copies_due.clear()
-            self._quarantine(flight, rows[index.pinned[rows] == Pinned.FILLING])
-        writing = index.tier[rows] == Tier.WRITING
-        stored = writing & ~flight.bad
-        index.tier[rows[stored]] = Tier.RESIDENT if tier_is_up else Tier.SUSPENDED
-        index.tier[rows[writing & flight.bad]] = Tier.ABSENT
+            self._quarantine(flight, rows[index.pinned[rows] == _FILLING])
+        stored = index.tier[rows] == _WRITING
+        if flight.bad.any():
+            failed = rows[stored & flight.bad]
+            stored &= ~flight.bad
+            index.tier[failed] = Tier.ABSENT
+            if self._has_tier:
+                books.counters["failed_save_blocks"] += len(failed)
+        if not stored.all():
+            rows = rows[stored]
+        if not len(rows):
+            return
+        index.tier[rows] = _STORED if tier_is_up else Tier.SUSPENDED
         if tier_is_up:
-            index.tell(rows[stored], in_tier=True)
-        books.count("stored", rows[stored])
-        books.count_tokens("stored", rows[stored])
-        if self._has_tier:
-            books.counters["failed_save_blocks"] += int((writing & flight.bad).sum())
+            index.tell(rows, in_tier=True)
+        books.count("stored", rows)
+        books.count_tokens("stored", rows)
 
     def _settle_load(self, flight: _Flight) -> None:
         books, index, rows = self._books, self._books.index, flight.rows
         incoming = flight.move.from_tier
         here = rows[incoming & ~flight.bad]
-        index.pinned[here] = Pinned.RESIDENT
+        index.pinned[here] = _PINNED
         index.tell(here[index.known(here)], in_tier=False)
         index.read[rows[~flight.bad]] = 1
         index.tier_leases[rows[incoming]] -= 1
@@ -194,7 +211,7 @@ class Flights:
             nbytes = self._books.layout.groups[int(index.group[row])].block_bytes
             flight.quarantined.append((int(index.offset[row]), nbytes))
             index.offset[row] = NO_SLOT
-            index.pinned[row] = Pinned.ABSENT
+            index.pinned[row] = _ABSENT
 
     def _land(self, flight: _Flight) -> None:
         """Nothing touches the slots any more: leases end and quarantined slots come back."""
@@ -206,5 +223,5 @@ class Flights:
             books.room.slots.free(offset, nbytes)
         books.index.leases[flight.rows] -= 1
         if flight.move.kind is MoveKind.SAVE:
-            self.save_bytes -= books.room.slot_bytes(flight.rows)
+            self.save_bytes -= flight.slot_bytes
         books.freed(flight.rows)

@@ -141,6 +141,7 @@ class Layout:
     hash_block_tokens: int = 0
     alignment_tokens: int = 0
     _by_name: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -175,6 +176,11 @@ class Layout:
         object.__setattr__(self, "hash_block_tokens", unit)
         object.__setattr__(self, "alignment_tokens", alignment)
         object.__setattr__(self, "_by_name", {n: i for i, n in enumerate(names)})
+        object.__setattr__(self, "_hash", hash((groups, unit, alignment)))
+
+    def __hash__(self) -> int:
+        # Worked out once: what is cached for a layout is asked for many times in every step.
+        return self._hash
 
     def index_of(self, name: str) -> int:
         """Position of the group called `name`; `LayoutError` with the nearest name otherwise."""

@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierkv import fit, planner, policy, reach
 from tierkv.blocks import (
     Appraise,
     Copied,
     Event,
+    Keys,
     Move,
     MoveDone,
     MoveKind,
@@ -41,11 +41,14 @@ from tierkv.holdings import Holdings
 from tierkv.index import News, Pinned, Tier
 from tierkv.layout import Layout
 from tierkv.owner import Owner, Promise
-from tierkv.planner import BlockTables, Chosen, HitPlan, SavePlan, SaveProgress
+from tierkv.planner import BlockTables, HitPlan, SavePlan, SaveProgress
 from tierkv.reach import AUTO, Policy, PolicyKind
-from tierkv.stock import SeenBoundaries, Stock
+from tierkv.stock import Chosen, SeenBoundaries, Stock
 
 __all__ = ["Agree", "Appraised", "Command", "Hit", "Ledger", "Miss", "Rotate", "Submit"]
+
+# Python 3.11 takes 2 us to find a member of an enum.
+_FILLING, _WRITING = int(Pinned.FILLING), int(Tier.WRITING)
 
 
 class Ledger:
@@ -86,7 +89,6 @@ class Ledger:
         self._requests: dict[str, Owner] = {}
         self._seen = SeenBoundaries()
         self._promises: deque[tuple[Owner, float]] = deque()
-        self._block_tokens = np.array([g.block_tokens for g in layout.groups], np.int64)
         self._budget = self._books.room.share(1.0 - reserve)
         self._promise_s, self._pending_s = promise_s, pending_s
         self._failed_seen = 0
@@ -200,7 +202,7 @@ class Ledger:
             request.rows = np.append(request.rows, plan.kept_rows)
         if any(plan.skipped_blocks):
             books.count_skipped(plan.skipped_blocks)
-        move = self._save(request, plan, block_ids) if len(plan.wanted) else None
+        move = self._save(request, plan) if len(plan.wanted) else None
         # One that is declined once more is not counted once more.
         books.counters["declined_blocks"] += max(len(request.progress.declined) - waiting, 0)
         if request.since:
@@ -219,6 +221,11 @@ class Ledger:
         if request.declined_at in (-1, self._books.capacity_version):
             return False
         return len(request.progress.declined) > 0
+
+    def quiet_until(self, owner: str) -> int:
+        """Computed tokens below which no save is due, until a rotation. 0: that is not known."""
+        request = self._requests.get(owner)
+        return 0 if request is None or len(request.progress.declined) else request.quiet_until
 
     def _request(self, owner: str) -> Owner:
         request = self._requests.get(owner)
@@ -397,7 +404,7 @@ class Ledger:
         index.pinned[incoming] = Pinned.FILLING
         index.tier_leases[incoming] += 1
         self._flights.load_bytes += books.room.slot_bytes(incoming)
-        index.depth[rows] = self._ends(plan)
+        index.depth[rows] = planner.ends(self.layout, plan)
         books.use(rows, request.since)
         expires = books.clock() + self._promise_s
         request.promise = Promise(plan, local_tokens, expires)
@@ -448,18 +455,12 @@ class Ledger:
 
     # Saves --------------------------------------------------------------------------------
 
-    def _save(self, request: Owner, plan: SavePlan, block_ids: BlockTables) -> Move | None:
+    def _save(self, request: Owner, plan: SavePlan) -> Move | None:
         """Claim slots for as many of the wanted blocks as fit and make the move."""
         books, index, wanted = self._books, self._books.index, plan.wanted
-        ids = planner.page_ids(wanted, block_ids)  # first: what it refuses has changed nothing
-        sizes = books.room.slot_table[wanted.groups]
         room = self._budget - self._flights.save_bytes
-        fit = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
         # Its own beginning is not driven out for its end, unless the tier has it.
-        mine = request.rows[index.tier[request.rows] != Tier.RESIDENT]
-        index.leases[mine] += 1
-        offsets = books.room.claim(sizes[:fit].tolist())
-        index.leases[mine] -= 1
+        offsets = books.room.claim_sparing(wanted.groups, room, request.rows)
         count = len(offsets)
         if count < len(wanted):
             self._decline(request, wanted.take(slice(count, None)))
@@ -470,28 +471,23 @@ class Ledger:
         names = list(itertools.compress(plan.names, new.tolist()))
         rows[new] = index.add_many(taken.groups[new], names)
         index.uses[rows[new]] = books.recall(taken.groups[new], names)
-        index.depth[rows] = self._ends(taken)
+        index.depth[rows] = planner.ends(self.layout, taken)
         index.offset[rows] = offsets
-        index.pinned[rows] = Pinned.FILLING
-        index.tier[rows] = Tier.WRITING
+        index.pinned[rows] = _FILLING
+        index.tier[rows] = _WRITING
         index.leases[rows] += 1
         request.rows = np.append(request.rows, rows)
         move = planned_move(
             books.new_id(),
             MoveKind.SAVE,
-            index.keys_of(rows),
-            offsets=np.array(offsets, np.int64),
-            block_ids=ids[:count],
+            Keys(taken.groups, b"".join(plan.names[:count])),
+            offsets=offsets,
+            block_ids=plan.page_ids[:count],
             epoch=books.epoch,
         )
         self._flights.start(move, rows, copies=True)
         books.count("saved", rows)
         return move
-
-    def _ends(self, chosen: Chosen | HitPlan) -> NDArray[np.int64]:
-        """int64[n]: where these blocks end in their prompt, in tokens."""
-        ends: NDArray[np.int64] = (chosen.blocks + 1) * self._block_tokens[chosen.groups]
-        return ends
 
     def _decline(self, request: Owner, blocks: Chosen) -> None:
         progress = request.progress

@@ -6,10 +6,11 @@ a hit needs can therefore not disagree. `tierkv.ledger` acts on the plans.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,10 @@ from numpy.typing import NDArray
 from tierkv import reach
 from tierkv.index import Index, Pinned, Rows, Tier
 from tierkv.layout import GroupKind, Layout
-from tierkv.stock import Stock
+from tierkv.stock import NO_BLOCKS, NOTHING, Blocks, Stock
+from tierkv.stock import Chosen as Chosen
 
-Blocks = NDArray[np.int64]
-"""int64[n] of block indices: block i of a group covers tokens [i * block_tokens, …)."""
-
-_NO_BLOCKS: Blocks = np.empty(0, np.int64)
+_T = TypeVar("_T", bound=np.generic)
 
 # Python 3.11 takes 2 us to find a member of an enum.
 _ABSENT, _FILLING = int(Pinned.ABSENT), int(Pinned.FILLING)
@@ -50,37 +49,7 @@ class HitPlan:
     pending: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Chosen:
-    """Some blocks of one prompt, as columns: uint16[n] of groups, int64[n] of block indices."""
-
-    groups: NDArray[np.uint16]
-    blocks: Blocks
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def take(self, which: NDArray[Any] | slice) -> Chosen:
-        """Those at these positions, or where the mask is true."""
-        return Chosen(self.groups[which], self.blocks[which])
-
-    @classmethod
-    def of(cls, blocks_by_group: Iterable[Blocks]) -> Chosen:
-        """All blocks of a list with one entry a group."""
-        parts = list(blocks_by_group)
-        groups = np.repeat(np.arange(len(parts), dtype=np.uint16), [len(p) for p in parts])
-        return cls(groups, np.concatenate([_NO_BLOCKS, *parts]))
-
-    def __add__(self, other: Chosen) -> Chosen:
-        if not len(self) or not len(other):
-            return self if len(self) else other
-        return Chosen(
-            np.concatenate([self.groups, other.groups]),
-            np.concatenate([self.blocks, other.blocks]),
-        )
-
-
-NOTHING: Final = Chosen(np.empty(0, np.uint16), _NO_BLOCKS)
+_NO_PAGES: Final = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,13 +80,15 @@ class SavePlan:
     """Blocks worth saving now, beginnings of prompts first.
 
     wanted: blocks not kept anywhere yet, whose pages exist.
-    names, rows: for each of them its hash, and its row in the index or -1.
+    page_ids, names, rows: for each of them the engine's id, its hash, and its row in the index
+        or -1.
     kept_rows: rows the policy keeps that are there already: used now.
     skipped_blocks: per group, reusable blocks newly completed that no hit can reach, so nobody
         stores them; empty where no boundary was passed.
     """
 
     wanted: Chosen
+    page_ids: NDArray[np.int32]
     names: list[bytes]
     rows: Rows
     kept_rows: Rows
@@ -146,12 +117,12 @@ def plan_hit(
     )
     wanted = load_ranges(layout, tokens, local_tokens) if tokens > local_tokens else []
     sizes = [end - first for _, first, end in wanted]
-    rows = np.concatenate([_NO_BLOCKS, *(stock.rows(*run) for run in wanted)])
+    rows = np.concatenate([NO_BLOCKS, *(stock.rows(*run) for run in wanted)])
     state = index.pinned[rows]
     return HitPlan(
         tokens,
         np.repeat(np.array([g for g, _, _ in wanted], np.uint16), sizes),
-        np.concatenate([_NO_BLOCKS, *(np.arange(*run[1:]) for run in wanted)]),
+        np.concatenate([NO_BLOCKS, *(np.arange(*run[1:]) for run in wanted)]),
         rows,
         state == _ABSENT,
         bool((state == _FILLING).any()),
@@ -204,7 +175,7 @@ def plan_save(
     ready = max(upto, min(upto + reach.lookahead_tokens(layout), known_tokens))
     passes = reach.next_boundary(layout, progress.planned_tokens) <= ready
     if progress.next_block and not (passes or retry or len(progress.waiting)):
-        return SavePlan(NOTHING, [], _NO_BLOCKS, _NO_BLOCKS, progress, ())  # most decode steps
+        return _nothing(progress)  # most decode steps
     tables = _Tables(index, layout, Stock(index, layout, hashes), block_ids, null_block_id)
     if not progress.next_block:
         progress = tables.first_progress(policy, known_tokens, seen)
@@ -213,13 +184,39 @@ def plan_save(
     if passes:
         progress, fresh, skipped = tables.advance(policy, progress, upto, ready, known_tokens)
         candidates += fresh
-    later = candidates
+    later = NOTHING
     if len(candidates):
-        sizes = np.array([g.block_tokens for g in layout.groups], np.int64)
-        computed = (candidates.blocks + 1) * sizes[candidates.groups] <= upto
-        candidates, later = candidates.take(computed), candidates.take(~computed)
-    progress = replace(progress, waiting=later, declined=NOTHING if retry else progress.declined)
+        computed = ends(layout, candidates) <= upto
+        if not computed.all():
+            candidates, later = candidates.take(computed), candidates.take(~computed)
+    if len(later) or len(progress.waiting) or retry:
+        declined = NOTHING if retry else progress.declined
+        progress = replace(progress, waiting=later, declined=declined)
     return tables.plan(candidates, progress, skipped)
+
+
+def _nothing(progress: SaveProgress, skipped: tuple[int, ...] = ()) -> SavePlan:
+    return SavePlan(NOTHING, _NO_PAGES, [], NO_BLOCKS, NO_BLOCKS, progress, skipped)
+
+
+@functools.lru_cache(maxsize=64)
+def _block_tokens(layout: Layout) -> Blocks:
+    return np.array([g.block_tokens for g in layout.groups], np.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def _tails(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """(group, block tokens) of the groups that are reused and not full."""
+    tails = (GroupKind.FULL, GroupKind.SCRATCH)
+    return tuple((g, x.block_tokens) for g, x in enumerate(layout.groups) if x.kind not in tails)
+
+
+def ends(layout: Layout, chosen: Chosen | HitPlan) -> NDArray[np.int64]:
+    """int64[n]: where these blocks end in their prompt, in tokens."""
+    sizes = _block_tokens(layout)
+    found: NDArray[np.int64] = chosen.blocks + 1
+    found *= int(sizes[0]) if len(sizes) == 1 else sizes[chosen.groups]
+    return found
 
 
 def quiet_until(layout: Layout, policy: reach.Policy, progress: SaveProgress) -> int:
@@ -241,8 +238,7 @@ def quiet_until(layout: Layout, policy: reach.Policy, progress: SaveProgress) ->
     due -= reach.lookahead_tokens(layout)
     waiting = progress.waiting
     if len(waiting):
-        sizes = np.array([g.block_tokens for g in layout.groups], np.int64)
-        due = min(due, int(((waiting.blocks + 1) * sizes[waiting.groups]).min()))
+        due = min(due, int(ends(layout, waiting).min()))
     return due
 
 
@@ -257,22 +253,32 @@ def page_ids(chosen: Chosen | HitPlan, block_ids: BlockTables) -> NDArray[np.int
 
 def _entries(table: Sequence[int | None], blocks: Blocks) -> Sequence[int | None]:
     """What a table says of these blocks; a run is read as a slice, four times as fast."""
-    if len(blocks) and (np.diff(blocks) == 1).all():
+    if _is_run(blocks):
         return table[int(blocks[0]) : int(blocks[-1]) + 1]
     return list(map(table.__getitem__, blocks.tolist()))
+
+
+def _is_run(blocks: Blocks) -> bool:
+    """Whether these blocks are consecutive, and some."""
+    if not len(blocks) or int(blocks[-1]) - int(blocks[0]) + 1 != len(blocks):
+        return False
+    return len(blocks) == 1 or bool((blocks[1:] - blocks[:-1] == 1).all())
 
 
 def _from(ranges: reach.Ranges, start: int) -> Blocks:
     """The blocks of `ranges` that are not below `start`."""
     if not len(ranges):
-        return _NO_BLOCKS
+        return NO_BLOCKS
+    if len(ranges) == 1:
+        first, end = ranges[0].tolist()
+        return np.arange(max(first, start), end)
     return _spread(np.maximum(ranges[:, 0], start), ranges[:, 1])
 
 
 def _spread(first: Blocks, end: Blocks) -> Blocks:
     """All blocks of the half-open ranges, one range after the other."""
     sizes = np.maximum(end - first, 0)
-    before = np.cumsum(sizes) - sizes
+    before = sizes.cumsum() - sizes
     blocks: Blocks = np.arange(int(sizes.sum())) + np.repeat(first - before, sizes)
     return blocks
 
@@ -326,9 +332,11 @@ class _Tables:
             self.producible(progress.last_state, produced, ready, known_tokens),
             junctions=progress.junctions,
             end_tokens=progress.end_tokens,
+            after_tokens=after,
+            upto_tokens=ready,
         )
-        at = reach.became_available(self.layout, at, after, ready)
-        at = at[self.whole(at, upto, progress.declined)]
+        if len(at) and _tails(self.layout):
+            at = at[self.whole(at, upto, progress.declined)]
         kept = reach.needs(self.layout, at)
         fresh = [_from(ranges, start) for ranges, start in zip(kept, next_block, strict=True)]
         ends = [int(n[-1]) + 1 if len(n) else b for n, b in zip(fresh, next_block, strict=True)]
@@ -351,12 +359,18 @@ class _Tables:
 
     def has_page(self, group: int, blocks: Blocks) -> NDArray[np.bool_]:
         """Whether the engine has a page for each block now."""
+        return self.pages(group, blocks)[0]
+
+    def pages(self, group: int, blocks: Blocks) -> tuple[NDArray[np.bool_], Sequence[int | None]]:
+        """Whether the engine has a page for each block now, and the ids of those that have."""
         table, null = self.block_ids[group], self.null_block_id
-        inside = blocks < len(table)
-        ids = _entries(table, blocks[inside])
+        there = blocks < len(table)
+        ids = _entries(table, blocks if there.all() else blocks[there])
         if null in ids or None in ids:
-            inside[inside] = [i is not None and i != null for i in ids]
-        return inside
+            some = [i is not None and i != null for i in ids]
+            there[there] = some
+            ids = list(itertools.compress(ids, some))
+        return there, ids
 
     def whole(self, at: Blocks, upto: int, declined: Chosen) -> NDArray[np.bool_]:
         """At which of these boundaries nothing is lost of the groups that are not full.
@@ -365,9 +379,7 @@ class _Tables:
         below are gone. Half of a tail would be written for nobody.
         """
         whole = np.ones(len(at), np.bool_)
-        for g, group in enumerate(self.layout.groups):
-            if group.kind is GroupKind.FULL or not group.reusable:
-                continue
+        for g, block_tokens in _tails(self.layout):
             first, end = reach.need_each(self.layout, g, at)
             unsure = first < end
             # Pages go from the front: where the first is there, so are the others.
@@ -375,7 +387,7 @@ class _Tables:
             if not unsure.any():
                 continue
             blocks = np.unique(_spread(first[unsure], end[unsure]))
-            blocks = blocks[(blocks + 1) * group.block_tokens <= upto]
+            blocks = blocks[(blocks + 1) * block_tokens <= upto]
             there = self.kept(self.stock.rows_of(g, self.stock.names(g, blocks)))
             there |= self.has_page(g, blocks)
             there |= np.isin(blocks, declined.blocks[declined.groups == g])
@@ -418,29 +430,40 @@ class _Tables:
         self, candidates: Chosen, progress: SaveProgress, skipped: tuple[int, ...]
     ) -> SavePlan:
         """Which candidates need a copy, beginnings first, and which are kept already."""
+        groups, blocks_of, rows_of, kept = [], [], [], [NO_BLOCKS]
+        ids: list[int | None] = []
         names: list[bytes] = []
-        ends, rows, kept = [_NO_BLOCKS], [_NO_BLOCKS], [_NO_BLOCKS]
-        wanted = []
-        for g, group in enumerate(self.layout.groups):
-            blocks = candidates.blocks[candidates.groups == g] if len(candidates) else _NO_BLOCKS
-            if len(blocks):
-                named = self.stock.names(g, blocks)
-                found = self.stock.rows_of(g, named)
-                there = self.kept(found)
-                copied = ~there
-                copied[copied] = self.has_page(g, blocks[copied])
-                kept.append(found[there])
-                rows.append(found[copied])
-                names.extend(itertools.compress(named, copied.tolist()))
-                blocks = blocks[copied]
-                ends.append((blocks + 1) * group.block_tokens)
-            wanted.append(blocks)
-        order = np.argsort(np.concatenate(ends), kind="stable")
-        return SavePlan(
-            Chosen.of(wanted).take(order),
-            [names[i] for i in order.tolist()],
-            np.concatenate(rows)[order],
-            np.concatenate(kept),
-            progress,
-            skipped,
-        )
+        for g, blocks in candidates.by_group():
+            named = self.stock.names(g, blocks, run=_is_run(blocks))
+            rows = self.stock.rows_of(g, named)
+            if rows.max() >= 0:
+                there = self.kept(rows)
+                kept.append(rows[there])
+                blocks, rows, named = _pick(~there, blocks, rows, named)
+            has_page, entries = self.pages(g, blocks)
+            if not has_page.all():
+                blocks, rows, named = _pick(has_page, blocks, rows, named)
+            groups.append(np.full(len(blocks), g, np.uint16))
+            blocks_of.append(blocks)
+            rows_of.append(rows)
+            ids += entries
+            names += named
+        if not groups:
+            return _nothing(progress, skipped)
+        pages, rows = np.array(ids, np.int32), _joined(rows_of)
+        wanted = Chosen(_joined(groups), _joined(blocks_of))
+        if len(groups) > 1 or not _is_run(wanted.blocks):
+            order = ends(self.layout, wanted).argsort(kind="stable")
+            wanted, pages, rows = wanted.take(order), pages[order], rows[order]
+            names = [names[i] for i in order.tolist()]
+        return SavePlan(wanted, pages, names, rows, _joined(kept), progress, skipped)
+
+
+def _pick(
+    which: NDArray[np.bool_], blocks: Blocks, rows: Rows, names: list[bytes]
+) -> tuple[Blocks, Rows, list[bytes]]:
+    return blocks[which], rows[which], list(itertools.compress(names, which.tolist()))
+
+
+def _joined(parts: list[NDArray[_T]]) -> NDArray[_T]:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -62,6 +62,9 @@ class _Row(NamedTuple):
 
 _EVERYTHING = -1
 
+_FEW: Final = 64
+"""Up to this many boundaries a set is faster than `np.unique`."""
+
 NEVER: Final = sys.maxsize
 """More tokens than any prompt has."""
 
@@ -194,6 +197,8 @@ def boundaries(
     *,
     junctions: Iterable[int] = (),
     end_tokens: int | None = None,
+    after_tokens: int = 0,
+    upto_tokens: int = NEVER,
 ) -> NDArray[np.int64]:
     """Boundaries (tokens, int64, ascending) that `policy` keeps of `known_tokens` known tokens.
 
@@ -209,49 +214,57 @@ def boundaries(
         is kept under every policy.
     end_tokens: where the text ends whose end is kept; `known_tokens` by default. While an answer
         grows, it is the length of the prompt: the end of an unfinished answer is kept by nobody.
+    after_tokens, upto_tokens: only those that `became_available` between them. The cost grows with
+        what was computed, not with the prompt.
     """
     if policy.kind is PolicyKind.ENGINE:
         raise ConfigError("policy 'engine' is for engines, which say what it means; write another")
     step, ahead = layout.alignment_tokens, lookahead_tokens(layout)
     last = max(0, known_tokens - ahead) // step
-    possible = None
-    if produced is not None and has_states(layout):
-        possible = _possible(produced, step, last)
-    if policy.kind is PolicyKind.DENSE:
-        every = np.arange(1, last + 1, dtype=np.int64) if possible is None else possible
-        return every * step
+    first, final = max(0, after_tokens - ahead) // step + 1, max(0, upto_tokens - ahead) // step
+    states = produced is not None and has_states(layout)
+    if policy.kind is PolicyKind.DENSE and not states:
+        return np.arange(first, min(final, last) + 1, dtype=np.int64) * step
+    end = known_tokens if end_tokens is None else end_tokens
+    marks = _marks(policy, junctions, end, step, ahead)
+    if produced is not None and states:
+        at = np.unique(np.fromiter(produced, dtype=np.int64, count=len(produced)))
+        possible = at[(at > 0) & (at % step == 0) & (at <= last * step)] // step
+        kept = _kept_states(policy, [m for m in marks if m <= last], possible, step)
+        return kept[(kept >= first) & (kept <= final)] * step
+    final = min(final, last)
+    marks = [m for m in marks if first <= m <= final]
+    if policy.kind is not PolicyKind.END:
+        interval = policy.interval_tokens
+        low, high = -(-first * step // interval), ((final + 1) * step - 1) // interval
+        rungs = np.arange(low, high + 1, dtype=np.int64) * interval // step
+        if len(rungs) > _FEW:
+            return np.unique(np.concatenate([np.array(marks, np.int64), rungs])) * step
+        marks += rungs.tolist()
+    return np.array(sorted(set(marks)), np.int64) * step
+
+
+def _marks(policy: Policy, junctions: Iterable[int], end: int, step: int, ahead: int) -> list[int]:
+    """Junctions and the prompt's end, in multiples of the alignment."""
     marks = [j // step for j in junctions]
     if policy.kind is not PolicyKind.INTERVAL:
-        end = known_tokens if end_tokens is None else end_tokens
         reachable = max(0, end - ahead) // step
         marks += [min(reachable, max(0, end - 1) // step), reachable]
-    kept = np.array([m for m in marks if m <= last], dtype=np.int64)
-    if possible is not None:
-        kept = np.concatenate([[0], possible])[np.searchsorted(possible, kept, side="right")]
-    if policy.kind is not PolicyKind.END:
-        kept = np.concatenate([kept, _rungs(policy.interval_tokens, step, last, possible)])
-    kept = np.unique(kept)
-    return kept[kept > 0] * step
+    return marks
 
 
-def _possible(produced: Collection[int], step: int, last: int) -> NDArray[np.int64]:
-    """Where states were taken, in multiples of the alignment up to `last`, ascending."""
-    at = np.unique(np.fromiter(produced, dtype=np.int64, count=len(produced)))
-    possible: NDArray[np.int64] = at[(at > 0) & (at % step == 0)] // step
-    return possible[possible <= last]
-
-
-def _rungs(
-    interval_tokens: int, step: int, last: int, possible: NDArray[np.int64] | None
+def _kept_states(
+    policy: Policy, marks: list[int], possible: NDArray[np.int64], step: int
 ) -> NDArray[np.int64]:
-    """The ladder in multiples of the alignment, up to `last`."""
-    if possible is None:
-        marks = np.arange(1, (last + 1) * step // interval_tokens + 1, dtype=np.int64)
-        rungs = marks * interval_tokens // step
-        return rungs[rungs <= last]
-    # The rungs passed by then: one more than at the boundary before, and this one stands for it.
-    passed = (possible * step + step - 1) // interval_tokens
-    return possible[np.diff(passed, prepend=0) > 0]
+    """What is kept where states were taken at `possible` only; in multiples of the alignment."""
+    if policy.kind is PolicyKind.DENSE:
+        return possible
+    kept = np.concatenate([[0], possible])[np.searchsorted(possible, marks, side="right")]
+    if policy.kind is not PolicyKind.END:
+        # The rungs passed by then: one more than at the boundary before, and it stands for it.
+        passed = (possible * step + step - 1) // policy.interval_tokens
+        kept = np.concatenate([kept, possible[np.diff(passed, prepend=0) > 0]])
+    return np.unique(kept)
 
 
 @functools.lru_cache(maxsize=64)
@@ -327,10 +340,7 @@ def next_kept_boundary(
     first = max(0, after_tokens - ahead) // step + 1
     if policy.kind is PolicyKind.DENSE:
         return first * step + ahead
-    marks = [j // step for j in junctions]
-    if policy.kind is not PolicyKind.INTERVAL:
-        reachable = max(0, end_tokens - ahead) // step
-        marks += [min(reachable, max(0, end_tokens - 1) // step), reachable]
+    marks = _marks(policy, junctions, end_tokens, step, ahead)
     if policy.kind is not PolicyKind.END:
         interval = policy.interval_tokens
         marks.append(-(-first * step // interval) * interval // step)
@@ -352,17 +362,18 @@ def _union(row: _Row, at: NDArray[np.int64]) -> Ranges:
     """The union of one group's needs at the ascending boundaries `at`."""
     if not len(at):
         return _NO_RANGES
-    if row.back_tokens == _EVERYTHING:
-        at = at[-1:]
-    first, end = _each(row, at)
-    some = first < end
-    first, end = first[some], end[some]
-    if not len(first):
-        return _NO_RANGES
-    # first and end both ascend, so a range opens wherever it does not touch the one before it.
-    opens = np.concatenate([[True], first[1:] > end[:-1]])
-    closes = np.concatenate([opens[1:], [True]])
-    return np.stack([first[opens], end[closes]], axis=1)
+    if len(at) == 1 or row.back_tokens == _EVERYTHING:
+        first, end = _need(row, int(at[-1]))
+        return np.array([[first, end]], np.int64) if first < end else _NO_RANGES
+    firsts, ends = _each(row, at)
+    some = firsts < ends
+    if not some.all():
+        firsts, ends = firsts[some], ends[some]
+        if not len(firsts):
+            return _NO_RANGES
+    # Both ascend, so a range opens wherever it does not touch the one before it.
+    opens = np.append(True, firsts[1:] > ends[:-1])
+    return np.stack([firsts[opens], ends[np.append(opens[1:], True)]], axis=1)
 
 
 # The longest hit. ------------------------------------------------------------------------------

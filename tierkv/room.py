@@ -7,7 +7,8 @@ bookkeeping; no memory is touched.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,13 @@ from numpy.typing import NDArray
 from tierkv import policy
 from tierkv.blocks import slot_bytes
 from tierkv.errors import CapacityError
-from tierkv.index import NO_SLOT, Index, Pinned, Rows, distinct
+from tierkv.index import NO_SLOT, Index, Pinned, Rows, Tier, distinct
 from tierkv.slots import SlotAllocator
+
+# Python 3.11 takes 2 us to find a member of an enum.
+_ABSENT: Final = int(Pinned.ABSENT)
+_RESIDENT: Final = int(Pinned.RESIDENT)
+_STORED: Final = int(Tier.RESIDENT)
 
 
 class Room:
@@ -55,32 +61,59 @@ class Room:
         """Bytes of the arena that these rows' blocks take together."""
         return int(self.sizes(rows).sum())
 
-    def claim(self, sizes: Iterable[int]) -> list[int]:
-        """Offsets of slots of `sizes`, evicting what no lease holds; as many as fit, in order."""
-        wanted = [int(n) for n in sizes]
-        if not wanted:
-            return []
-        total = sum(wanted)
+    def claim(self, sizes: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Offsets of slots of `sizes`, evicting what no lease holds; as many as fit, in order.
+
+        sizes: bytes of the arena: of `slot_table`.
+        """
+        sizes = np.asarray(sizes, np.int64)
+        if not len(sizes):
+            return np.empty(0, np.int64)
+        total = int(sizes.sum())
         while self.slots.free_bytes < total and self._evict_one():
             pass
-        offsets = self.slots.allocate_run(wanted)
-        evicted = 0
-        while len(offsets) < len(wanted):
+        offsets = self.slots.allocate_run(sizes)
+        if len(offsets) == len(sizes):
+            return offsets
+        found, evicted = offsets.tolist(), 0
+        while len(found) < len(sizes):
             # Free bytes may suffice but lie in pieces: go on in the order of eviction, up to
             # four times what is needed, then decline.
             freed = self._evict_one() if evicted <= 4 * total else 0
             if not freed:
                 break
             evicted += freed
-            offset = self.slots.allocate(wanted[len(offsets)])
+            offset = self.slots.allocate(int(sizes[len(found)]))
             if offset is not None:
-                offsets.append(offset)
+                found.append(offset)
+        return np.array(found, np.int64)
+
+    def claim_sparing(
+        self, groups: NDArray[np.uint16], budget: int, rows: Rows
+    ) -> NDArray[np.int64]:
+        """`claim` for blocks of these groups, in order, within `budget` bytes.
+
+        Of `rows` none leaves for them, unless the tier has it.
+        """
+        sizes = self.slot_table[groups]
+        ends = sizes.cumsum()
+        if len(ends) and ends[-1] > budget:
+            sizes = sizes[: int(np.searchsorted(ends, budget, side="right"))]
+            ends = ends[: len(sizes)]
+        start = self.slots.allocate(int(ends[-1])) if len(ends) else None
+        if start is not None:  # one hole takes them all, so nobody need leave
+            return start + ends - sizes
+        index = self._index
+        mine = rows[index.tier[rows] != _STORED]
+        index.leases[mine] += 1
+        offsets = self.claim(sizes)
+        index.leases[mine] -= 1
         return offsets
 
     def can_give(self) -> int:
         """Bytes that are free or that eviction could free; one look at whole columns."""
         index = self._index
-        idle = np.flatnonzero((index.pinned == Pinned.RESIDENT) & (index.leases == 0))
+        idle = np.flatnonzero((index.pinned == _RESIDENT) & (index.leases == 0))
         return self.slots.free_bytes + self.slot_bytes(idle)
 
     def evict(self, rows: Rows) -> None:
@@ -95,23 +128,28 @@ class Room:
     def give_back(self, rows: Rows, offsets: Iterable[int]) -> None:
         """Free slots that were claimed for the first of `rows` but not used."""
         for row, offset in zip(rows.tolist(), offsets, strict=False):
-            self.slots.free(offset, self._nbytes(row))
+            self.slots.free(int(offset), self._nbytes(row))
 
     def empty(self, rows: Rows) -> None:
         """Take the slots of rows away and free them. Nothing may still touch them."""
         index = self._index
         held = rows[index.offset[rows] != NO_SLOT]
-        was = held[index.pinned[held] == Pinned.RESIDENT]
+        was = held[index.pinned[held] == _RESIDENT]
         index.tell(was[index.known(was)], in_tier=False, gone=True)
         self.slots.free_all(index.offset[held], self.sizes(held))
         index.offset[held] = NO_SLOT
-        index.pinned[rows] = Pinned.ABSENT
+        index.pinned[rows] = _ABSENT
 
     def drop_free(self, rows: Rows) -> None:
         """Give back rows that nothing refers to; one without a key loses its slot first."""
         index = self._index
-        useless = (index.leases[rows] == 0) & (index.pinned[rows] != Pinned.ABSENT)
-        self.empty(distinct(rows[useless & ~index.known(rows)]))
+        known = index.known(rows)
+        if known.all():
+            if (index.pinned[rows] | index.tier[rows]).all():
+                return  # all are somewhere, as after most moves
+        else:
+            useless = (index.leases[rows] == 0) & (index.pinned[rows] != _ABSENT)
+            self.empty(distinct(rows[useless & ~known]))
         index.reap_all(rows)
 
     def _nbytes(self, row: int) -> int:
@@ -130,7 +168,7 @@ class Room:
                 if not self._victims:
                     return 0
             row, tick = self._victims.popleft()
-            usable = index.pinned[row] == Pinned.RESIDENT and not index.leases[row]
+            usable = index.pinned[row] == _RESIDENT and not index.leases[row]
             if usable and index.tick[row] == tick:
                 size = int(self.slot_table[index.group[row]])
                 self.evict(np.array([row], np.int64))

@@ -9,8 +9,6 @@ vectors. Pure bookkeeping: no memory is touched here.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -47,22 +45,27 @@ class SlotAllocator:
         self.free_bytes -= need
         return start
 
-    def allocate_run(self, sizes: Sequence[int]) -> list[int]:
-        """Offsets for blocks of `sizes`, in order, as many from the front as fit.
+    def allocate_run(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64: offsets for blocks of `sizes`, in order, as many from the front as fit.
 
-        Where one hole takes them all they lie side by side.
+        sizes: int64[n], multiples of `ARENA_ALIGN`. Where one hole takes them all they lie side by
+        side.
         """
-        *ends, total = accumulate(map(slot_bytes, sizes), initial=0)
-        start = self.allocate(total) if total else None
+        if not len(sizes):
+            return np.empty(0, np.int64)
+        ends = sizes.cumsum()
+        start = self.allocate(int(ends[-1]))
         if start is not None:
-            return [start + end for end in ends]
+            ends -= sizes
+            ends += start
+            return ends
         offsets: list[int] = []
-        for n in sizes:
+        for n in sizes.tolist():
             offset = self.allocate(n)
             if offset is None:
                 break
             offsets.append(offset)
-        return offsets
+        return np.array(offsets, np.int64)
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give back the slot of a block of `nbytes`; merges with free neighbors."""

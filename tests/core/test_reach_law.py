@@ -6,6 +6,7 @@ boundaries the policy keeps. Nothing is wasted: without any one stored block som
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -171,18 +172,21 @@ def test_any_cut_into_steps_stores_the_same_blocks_each_once(
 ) -> None:
     inner = data.draw(st.lists(st.integers(0, world.known), max_size=6))
     cuts = [0, *sorted(inner), world.known]
-    at = reach.boundaries(
+    kept = functools.partial(
+        reach.boundaries,
         world.layout,
         reach.Policy.parse(world.policy),
         world.known,
         world.produced,
         junctions=world.junctions,
     )
+    at = kept()
     seen: set[Block] = set()
     passed: list[int] = []
     sizes = [g.block_tokens for g in world.layout.groups]
     for after, upto in itertools.pairwise(cuts):
         new = reach.became_available(world.layout, at, after, upto)
+        assert kept(after_tokens=after, upto_tokens=upto).tolist() == new.tolist()
         needed = blocks_of(reach.needs(world.layout, new))
         assert all((i + 1) * sizes[g] <= upto for g, i in needed), "offered before it was computed"
         if len(new):

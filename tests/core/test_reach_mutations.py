@@ -55,16 +55,22 @@ MUTATIONS = {
         "GroupKind.SCRATCH:\n            return 0",
         "GroupKind.SCRATCH:\n            return 1",
     ),
-    "the whole prompt's last boundary is lost": ("(1, last + 1, dtype", "(1, last, dtype"),
+    "the whole prompt's last boundary is lost": (
+        "min(final, last) + 1, dtype",
+        "min(final, last), dtype",
+    ),
     "end forgets the same prompt again": (
         "[min(reachable, max(0, end - 1) // step), reachable]",
         "[reachable]",
     ),
     "end forgets the longer prompt": ("// step), reachable]", "// step)]"),
-    "states that were never made are kept": ("if possible is not None:", "if False:"),
+    "states that were never made are kept": (
+        "states = produced is not None and has",
+        "states = False and has",
+    ),
     "a rung without a state is dropped": ("np.diff(passed, prepend=0) > 0", "passed < 0"),
     "a state after its rung is another rung": ("prepend=0) > 0]", "prepend=0) >= 0]"),
-    "touching ranges are lost": ("first[1:] > end[:-1]", "first[1:] >= end[:-1] + 9"),
+    "touching ranges are lost": ("firsts[1:] > ends[:-1]", "firsts[1:] >= ends[:-1] + 9"),
     "a candidate is jumped over": (
         "limit // step * step\n    return 0",
         "(limit // step - 1) * step\n    return 0",
@@ -97,6 +103,16 @@ MUTATIONS = {
     ),
     "the first blocks of a step are lost": ("ready > after_tokens)", "ready > after_tokens + 1)"),
     "a step offers what an earlier one did": ("(ready > after_tokens) & ", ""),
+    "a cut begins one boundary late": ("// step + 1, max(0, upto", "// step + 2, max(0, upto"),
+    "a cut ends beyond what is computed": (
+        "max(0, upto_tokens - ahead) // step",
+        "max(0, upto_tokens) // step",
+    ),
+    "a cut offers earlier states": ("(kept >= first) & ", ""),
+    "a cut's first rung is lost": (
+        "-(-first * step // interval), ((",
+        "-(-first * step // interval) + 1, ((",
+    ),
     "a boundary is looked for too late": (
         "// step + 1) * step + ahead",
         "// step + 2) * step + ahead",
@@ -180,6 +196,8 @@ def check_prompt(
     at, passed = r.boundaries(layout, parsed, known, produced), []
     for after, upto in ((0, known // 2), (known // 2, known - 1), (known - 1, known)):
         new = r.became_available(layout, at, after, upto)
+        cut = r.boundaries(layout, parsed, known, produced, after_tokens=after, upto_tokens=upto)
+        assert cut.tolist() == new.tolist()
         needed = blocks(r.needs(layout, new))
         assert all((i + 1) * layout.groups[g].block_tokens <= upto for g, i in needed)
         assert not len(new) or after < r.next_boundary(layout, after) <= upto

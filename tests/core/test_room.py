@@ -18,7 +18,7 @@ def filled(room: Room, index: Index, blocks: list[tuple[int, int, int]]) -> list
     """Pin (group, depth, tick) blocks; their rows."""
     rows = []
     for n, (group, depth, tick) in enumerate(blocks):
-        (offset,) = room.claim([int(room.slot_table[group])])
+        (offset,) = room.claim(room.slot_table[[group]])
         row = index.add(group, bytes([n]), depth=depth)
         index.offset[row], index.pinned[row], index.tick[row] = offset, Pinned.RESIDENT, tick
         rows.append(row)
@@ -73,14 +73,14 @@ def test_claims_evict_in_that_order_and_stop_at_leases(
     last = (0, 0)
     while True:
         there = {r for r in rows if index.pinned[r]}
-        got = room.claim([4096])
+        got = room.claim(np.array([4096]))
         gone = [r for r in order if r in there and not index.pinned[r]]
         for row in gone:
             _, depth, tick = blocks[rows.index(row)]
             assert (tick, -depth) >= last
             last = (tick, -depth)
             assert index.offset[row] == NO_SLOT
-        if not got:
+        if not len(got):
             break
     assert {r for r in rows if index.pinned[r]} == leased
     held = room.slot_bytes(np.array(sorted(leased), np.int64))
@@ -92,11 +92,11 @@ def test_a_block_used_since_it_was_chosen_stays() -> None:
     index = Index(2)
     room = Room(index, BLOCK_BYTES, 20 * 4096)
     rows = filled(room, index, [(1, n, 1) for n in range(20)])
-    assert len(room.claim([4096])) == 1, "victims are chosen for more than this claim"
+    assert len(room.claim(np.array([4096]))) == 1, "victims are chosen for more than this claim"
     gone = [r for r in rows if not index.pinned[r]]
     assert gone == rows[-1:]
     index.tick[rows[-2]] = 9
-    room.claim([4096])
+    room.claim(np.array([4096]))
     assert index.pinned[rows[-2]] == Pinned.RESIDENT
     assert not index.pinned[rows[-3]]
 
@@ -106,7 +106,7 @@ def test_an_evicted_block_that_the_tier_has_stays_known() -> None:
     room = Room(index, BLOCK_BYTES, 2 * 4096)
     first, second = filled(room, index, [(1, 1, 1), (1, 0, 1)])
     index.tier[first] = Tier.RESIDENT
-    room.claim([2 * 4096])
+    room.claim(np.array([2 * 4096]))
     assert index.find(1, bytes([0])) == first
     assert index.find(1, bytes([1])) == -1
     assert index.offset[[first, second]].tolist() == [NO_SLOT, NO_SLOT]
@@ -117,7 +117,7 @@ def test_as_many_as_fit_are_claimed_in_order_and_the_rest_can_be_given_back() ->
     room = Room(index, BLOCK_BYTES, 5 * 4096)
     rows = np.array([index.add(0, b"a"), index.add(1, b"b"), index.add(0, b"c")], np.int64)
     offsets = room.claim(room.sizes(rows))
-    assert offsets == [0, 3 * 4096]
+    assert offsets.tolist() == [0, 3 * 4096]
     room.give_back(rows, offsets)
     assert room.slots.free_bytes == 5 * 4096
 
@@ -129,4 +129,4 @@ def test_scattered_free_bytes_are_joined_by_evicting_more() -> None:
     for row in rows[::2]:
         room.empty(np.array([row], np.int64))
     assert room.slots.free_bytes == 4 * 4096
-    assert len(room.claim([3 * 4096])) == 1
+    assert len(room.claim(np.array([3 * 4096]))) == 1

@@ -81,7 +81,8 @@ def test_slots_never_overlap_and_what_is_freed_merges(
                 if offset is not None:
                     arena.take(offset, nbytes)
             case ("run", list(sizes)):
-                offsets = arena.slots.allocate_run(sizes)
+                lengths = np.array([slot_bytes(n) for n in sizes], np.int64)
+                offsets = arena.slots.allocate_run(lengths).tolist()
                 for offset, nbytes in zip(offsets, sizes, strict=False):
                     arena.take(offset, nbytes)
                 if sum(map(slot_bytes, sizes)) <= max(before, default=0) * ARENA_ALIGN:

@@ -99,5 +99,7 @@ def test_a_prefix_without_tails_costs_one_question_a_boundary() -> None:
     names = [n.to_bytes(32, "big") for n in range(1_000_000 // 64)]
     rows = index.add_many(np.zeros(3906, np.uint16), names[3::4][:3906])
     index.tier[rows] = Tier.RESIDENT
+    for group in (1, 2):
+        index.add(group, bytes(31) + b"x")  # an empty table is not asked at all
     assert planner.plan_hit(index, layout, names, known_tokens=1_000_000).tokens == 0
     assert [t.asked for t in tables] == [3906, 3906, 0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, overload
 
@@ -29,6 +29,7 @@ from tierkv.connectors.vllm.wire import (
 )
 from tierkv.index import News
 from tierkv.ledger import Hit, Ledger
+from tierkv.reach import NEVER
 from tierkv.worth import Judge, Worth
 
 if TYPE_CHECKING:
@@ -104,6 +105,51 @@ class _Load:
     good: bool = True
 
 
+class _Turns:
+    """Whose turn it is where loads failed, so that no request waits for ever.
+
+    The engine asks about a request again after its load was ordered, and before it runs, only when
+    that load failed. It still reserves the request's whole length. Another load would have to fit
+    beside that: with more than half of the pool it never does. So the request is to be computed,
+    and nobody's load may be ordered in front of it.
+
+    Computing may take more room than the load did (windows), while loads that ended keep their
+    pages until the engine comes to them; it comes to nobody behind a request that waits for room.
+    So a request that is asked about once more lets those pass.
+    """
+
+    def __init__(self) -> None:
+        self._loading: set[str] = set()
+        self._failed: set[str] = set()
+
+    @property
+    def taken(self) -> bool:
+        """Whether a request whose load failed waits to be computed: no load is ordered now."""
+        return bool(self._failed)
+
+    def ordered(self, request_id: str) -> None:
+        """Its load goes out."""
+        self._loading.add(request_id)
+
+    def left(self, request_ids: Iterable[str]) -> None:
+        """They run, or are gone."""
+        if self._loading or self._failed:
+            self._loading.difference_update(request_ids)
+            self._failed.difference_update(request_ids)
+
+    def has_failed(self, request_id: str) -> bool:
+        """Whether its load failed, as it is asked about now."""
+        return request_id in self._loading or request_id in self._failed
+
+    def must_wait(self, request_id: str) -> bool:
+        """Whether one whose load failed is to be asked about again, after others had their turn."""
+        if request_id in self._failed:
+            return bool(self._loading)
+        self._loading.discard(request_id)
+        self._failed.add(request_id)
+        return False
+
+
 class SchedulerSide:
     """Lookups, plans and orders of one engine.
 
@@ -126,8 +172,9 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._promises: dict[str, _Promise] = {}
         self._tier_tokens: dict[str, int] = {}
-        # Request id → how often it had been preempted when its load was ordered.
-        self._ordered: dict[str, int] = {}
+        # Request id → computed tokens below which nothing of it can be due.
+        self._quiet_until: dict[str, int] = {}
+        self._turns = _Turns()
         self._loads: dict[int, _Load] = {}
         self._block_lists: BlockLists = _no_tables
         self._next = StepMetadata()
@@ -186,11 +233,8 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache:  # it wants logits of its prompt, or no reuse
             return 0, False
         request_id = request.request_id
-        if self._ordered.get(request_id) == request.num_preemptions:
-            # Asked again after an order: that load failed. The engine still reserves the request's
-            # whole length and, for another load, would want as much beside it: with more than half
-            # of the pool that is never there, and whatever waits behind the request waits for ever.
-            return 0, False
+        if self._turns.has_failed(request_id):
+            return (None if self._turns.must_wait(request_id) else 0), False
         hit = self._ledger.lookup(
             request_id,
             request.block_hashes,
@@ -203,6 +247,10 @@ class SchedulerSide:
             return None, False
         if hit.tokens <= local_tokens or not self._is_worth(request_id, hit, local_tokens, when):
             return 0, False
+        if self._turns.taken:
+            self._ledger.retract(request_id)
+            self._collect_commands()
+            return None, False
         self._promises[request_id] = _Promise(hit.tokens, local_tokens, hit.tier_tokens)
         return hit.tokens - local_tokens, True
 
@@ -229,7 +277,7 @@ class SchedulerSide:
         promise = self._promises.pop(request_id, None)
         if not external_tokens:
             return
-        self._ordered[request_id] = request.num_preemptions
+        self._turns.ordered(request_id)
         if promise is None or promise.tokens - promise.local_tokens != external_tokens:
             # No supported engine does so; one that did would lose a hit by it, not its life.
             log.warning(
@@ -260,7 +308,8 @@ class SchedulerSide:
         self._requests.pop(request_id, None)
         self._promises.pop(request_id, None)
         self._tier_tokens.pop(request_id, None)
-        self._ordered.pop(request_id, None)
+        self._turns.left((request_id,))
+        self._quiet_until.pop(request_id, None)
         self._left.discard(request_id)
         if self._ledger is not None:
             self._ledger.release(request_id)
@@ -271,17 +320,24 @@ class SchedulerSide:
     def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Everything that the workers are to do with this step."""
         if self._ledger is not None:
-            ledger, requests = self._ledger, self._requests
+            ledger, requests, quiet = self._ledger, self._requests, self._quiet_until
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 request = requests.get(request_id)
                 if request is None:
                     continue
+                # Most steps of most requests end here: nothing asks the ledger about them.
+                if request.num_computed_tokens + scheduled_tokens < quiet.get(request_id, 0):
+                    continue
                 # The workers copy after the step's forward, so its tokens count as computed.
                 # Drafted ones are not among the request's own, so they never count.
                 computed = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
-                if ledger.save_is_due(request_id, computed) and _cacheable(request):
+                if not _cacheable(request):
+                    quiet[request_id] = NEVER
+                elif ledger.save_is_due(request_id, computed):
                     self._save(request, computed, output)
+                    quiet[request_id] = ledger.quiet_until(request_id)
             self._collect_commands()
+            self._turns.left(output.num_scheduled_tokens)
             self._steps.begin(output.num_scheduled_tokens)
         step, self._next = self._next, StepMetadata()
         return step
@@ -359,6 +415,7 @@ class SchedulerSide:
         if self._ledger is not None:
             self._ledger.rotate()
             self._promises.clear()
+            self._quiet_until.clear()
             self._collect_commands()
 
     def stats(self) -> TierKVStats | None:
