@@ -154,6 +154,7 @@ class KvikioEngine:
     """
 
     name = "kvikio"
+    writes_in_order = False  # threads share the parts of a call
     alignment = PAGE  # cuFile's: what is not on a page goes through a buffer of its own
     reads_over_gaps = False  # a gap's buffer would be one more transfer, beside those it is between
 

@@ -18,11 +18,13 @@ class Engine(Protocol):
     `usage().modes["io"]` says. `alignment` is the least that blocks are padded to on media.
     `reads_over_gaps` says whether bytes between two blocks cost less than another call: true
     where one call fills many buffers, false where each buffer is a transfer of its own.
+    `writes_in_order` says that a call that is cut short by a kill has written a beginning.
     """
 
     name: str
     alignment: int
     reads_over_gaps: bool
+    writes_in_order: bool
 
     def write_all_sync(self, fd: int, buffers: Sequence[Memory], offset: int) -> int:
         """Write all of `buffers` at `offset`. Returns the bytes. `OSError` where it cannot."""

@@ -47,6 +47,7 @@ class Threads:
     name = "threads"
     alignment = MIN_ALIGNMENT
     reads_over_gaps = True
+    writes_in_order = True
 
     def write_all_sync(self, fd: int, buffers: Sequence[Memory], offset: int) -> int:
         """See `write_all_sync` of the module."""

@@ -35,8 +35,10 @@ offset bytes field
 ====== ===== ===================================================================================
 
 **Extent**: starts at a multiple of 4096; a header, zero-padded to a multiple of 4096, then blocks
-back to back, each padded to the alignment. *The header is written after the payload*, so that a
-header that proves right has its payload in place, whenever the process was killed:
+back to back, each padded to the alignment. Both are written in one call, from the beginning; a
+segment's next extent begins when that has returned. So a kill can cut only the last extent, and
+only its end: `tierkv_backends.nvme.recovery` proves the blocks of that one. (An engine that splits
+its calls writes the header after the payload.)
 
 ====== ===== ===================================================================================
 offset bytes field

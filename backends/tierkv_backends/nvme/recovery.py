@@ -12,6 +12,8 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
+from tierkv.blocks import HASH_BYTES, Keys
+from tierkv.record import Records, blank, verify_sync
 from tierkv_backends.nvme.files import (
     close_fd_sync,
     open_quiet_sync,
@@ -129,15 +131,19 @@ class Recovered:
     from_snapshot: bool = False
 
 
-def recover_sync(directory: Path, meta: Meta) -> Recovered:
-    """Read what `directory` holds of the epoch that `meta` names. No payload is read."""
+def recover_sync(directory: Path, meta: Meta, *, prove: bool = False) -> Recovered:
+    """Read what `directory` holds of the epoch that `meta` names.
+
+    No payload is read; with `prove` that of one extent for each segment that was being written,
+    to leave out blocks that a kill kept from reaching the disk.
+    """
     found = Recovered()
     snapshot = _snapshot_sync(directory, meta)
     known = {s.number: s for s in snapshot.segments} if snapshot else {}
     order = {number: i for i, number in enumerate(known)}
     for path in segment_paths_sync(directory):
         try:
-            segment = _segment_sync(path, meta, known if snapshot else None)
+            segment = _segment_sync(path, meta, known if snapshot else None, prove)
         except OSError as exc:
             log.warning("nvme: %s cannot be read at open: %s", path, exc)
             found.unreadable.append(path)
@@ -173,7 +179,9 @@ def _snapshot_sync(directory: Path, meta: Meta) -> Snapshot | None:
     return snapshot
 
 
-def _segment_sync(path: Path, meta: Meta, known: dict[int, SnapshotSegment] | None) -> Found | None:
+def _segment_sync(
+    path: Path, meta: Meta, known: dict[int, SnapshotSegment] | None, prove: bool
+) -> Found | None:
     number = number_of(path)
     if number is None:
         log.info("nvme: %s is no segment of ours; left alone", path)
@@ -191,7 +199,7 @@ def _segment_sync(path: Path, meta: Meta, known: dict[int, SnapshotSegment] | No
     if known is not None:
         _take_snapshot(found, header, known.get(number))
     elif not _take_footer_sync(found, header):
-        _take_chain_sync(found, header)
+        _take_chain_sync(found, header, prove)
     _drop_out_of_range(found)
     return found
 
@@ -222,7 +230,7 @@ def _take_footer_sync(found: Found, header: SegmentHeader) -> bool:
     return True
 
 
-def _take_chain_sync(found: Found, header: SegmentHeader) -> None:
+def _take_chain_sync(found: Found, header: SegmentHeader, prove: bool) -> None:
     found.link = header.root
     hashes, rows = [], []
     fd = open_quiet_sync(found.path)
@@ -233,10 +241,50 @@ def _take_chain_sync(found: Found, header: SegmentHeader) -> None:
             rows.append(some_rows)
             found.end, found.link = extent.start + extent.nbytes, link
             found.sequence = extent.sequence
+        if prove and rows:
+            whole = _whole_sync(fd, hashes[-1], rows[-1])
+            if whole < len(rows[-1]):
+                log.info("nvme: %s ends in an extent that a kill cut short", found.path)
+                hashes[-1], rows[-1] = hashes[-1][: whole * HASH_BYTES], rows[-1][:whole]
+                found.sealed = True  # once it is not the last, nobody would prove it again
     finally:
         close_fd_sync(fd)
     found.hashes = b"".join(hashes)
     found.rows = np.concatenate(rows) if rows else found.rows
+
+
+def _whole_sync(fd: int, hashes: bytes, rows: Rows) -> int:
+    """How many blocks of an extent a cut left whole: all up to the last that proves right.
+
+    The kernel takes a write from its beginning, so a kill cuts off the end; a bad block before a
+    good one is damage, and that is told when it is read. Nothing is cut where it cannot be read.
+    """
+    start = int(rows["offset"].min())
+    end = int((rows["offset"] + rows["stored_bytes"]).max())
+    try:
+        data = memoryview(pread_exactly_sync(fd, end - start, start))
+    except OSError as exc:
+        log.warning("nvme: the last extent of a segment cannot be read at open: %s", exc)
+        return len(rows)
+    records = records_of(hashes, rows)
+    firsts = (rows["offset"] - start).tolist()
+    payloads = [
+        data[first : first + n]
+        for first, n in zip(firsts, rows["stored_bytes"].tolist(), strict=True)
+    ]
+    good = verify_sync(Keys(rows["group"].astype(np.uint16), hashes), records, payloads)
+    right = np.flatnonzero(good)
+    return int(right[-1]) + 1 if len(right) else 0
+
+
+def records_of(hashes: bytes, rows: Rows) -> Records:
+    """The records of blocks, as they were when they were saved."""
+    records = blank(len(rows))
+    records["hash"] = np.frombuffer(hashes, records.dtype["hash"])
+    for name in ROW_DTYPE.names or ():
+        if name != "offset":
+            records[name] = rows[name]
+    return records
 
 
 def walk_sync(fd: int, header: SegmentHeader) -> Iterator[tuple[ExtentHeader, int, bytes]]:

@@ -49,7 +49,7 @@ MAX_LANES: Final = 3
 """Segments that are written at the same time. One system call keeps a disk busy for some ms; the
 others hide what happens between two of them (bench/disk_tier.py)."""
 
-SEGMENTS_PER_LANE: Final = 4
+SEGMENTS_PER_LANE: Final = 3
 """A small store has fewer lanes, so that most of it can be given up."""
 
 
@@ -283,7 +283,7 @@ def _open_owned_sync(
         replace_sync(directory / META_NAME, meta.pack(), durable=True)
     for stale in (*directory.glob("*.tmp"), *directory.glob("probe-*")):
         stale.unlink(missing_ok=True)
-    recovered = recover_sync(directory, meta)
+    recovered = recover_sync(directory, meta, prove=True)
     mode = _probe_sync(options, directory, recovered)
     mode = replace(mode, alignment=max(mode.alignment, engine.alignment))
     (directory / SNAPSHOT_NAME).unlink(missing_ok=True)

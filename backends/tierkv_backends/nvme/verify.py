@@ -13,12 +13,11 @@ import numpy as np
 from tierkv.backend import CorruptBlock, Skipped, Verification
 from tierkv.blocks import Keys
 from tierkv.errors import StoreUnusableError
-from tierkv.record import blank, verify_sync
+from tierkv.record import verify_sync
 from tierkv_backends.nvme.files import close_fd_sync, open_quiet_sync
-from tierkv_backends.nvme.format import ROW_DTYPE
 from tierkv_backends.nvme.lock import LOCK_NAME, owner_sync
 from tierkv_backends.nvme.quota import META_NAME, directories_sync, segment_paths_sync
-from tierkv_backends.nvme.recovery import Found, Meta, recover_sync
+from tierkv_backends.nvme.recovery import Found, Meta, records_of, recover_sync
 
 _BATCH_BLOCKS: Final = 256
 
@@ -94,7 +93,7 @@ def _segments_sync(
             there = (directory / META_NAME).exists()
             skip(f"{META_NAME} {'has another format' if there else 'is missing'}")
             return []
-        recovered = recover_sync(directory, meta)
+        recovered = recover_sync(directory, meta, prove=True)
     except OSError as exc:
         skip(f"{exc.strerror} ({exc.filename})")
         return []
@@ -134,12 +133,8 @@ def _check_sync(namespace: str, found: Found) -> Iterator[tuple[int, list[Corrup
         for at in range(0, len(order), _BATCH_BLOCKS):
             picked = order[at : at + _BATCH_BLOCKS]
             rows = found.rows[picked]
-            records = blank(len(rows))
-            records["hash"] = hashes[picked]
-            for name in ROW_DTYPE.names or ():
-                if name != "offset":
-                    records[name] = rows[name]
             keys = Keys(rows["group"].astype(np.uint16), hashes[picked].tobytes())
+            records = records_of(keys.hashes, rows)
             offsets = rows["offset"].tolist()
             payloads, reasons = _read_sync(fd, offsets, rows["stored_bytes"].tolist())
             good = verify_sync(keys, records, payloads)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,12 +68,14 @@ async def test_a_clean_close_is_read_from_the_snapshot_and_a_killed_one_from_foo
         assert not list(tmp_path.glob("*/snapshot")), "it must go before anything is written"
 
 
-async def test_opening_reads_no_payload(
-    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("clean", [True, False], ids=["closed", "killed"])
+async def test_opening_reads_no_payload_but_that_of_the_last_extent_before_a_kill(
+    tmp_path: Path, opened: Opened, killed: Killed, monkeypatch: pytest.MonkeyPatch, clean: bool
 ) -> None:
-    async with opened(tmp_path, "capacity=32MiB&segment=4MiB", block_bytes=(1 << 20,)) as backend:
+    root = tmp_path
+    async with opened(root, "capacity=32MiB&segment=4MiB", block_bytes=(1 << 20,)) as backend:
         await save(backend, make_blocks(9, [1 << 20]))
-        root = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+        root = root if clean else killed(root)
     read = 0
     pread = os.pread
 
@@ -87,7 +88,7 @@ async def test_opening_reads_no_payload(
     monkeypatch.setattr(os, "pread", counting)
     async with opened(root, "capacity=32MiB&segment=4MiB", block_bytes=(1 << 20,)) as backend:
         assert (await backend.usage()).blocks == 9
-    assert 0 < read < 40 * PAGE
+    assert 0 < read - (0 if clean else 3 << 20) < 40 * PAGE
 
 
 async def test_writing_goes_on_in_the_segment_that_was_active(
@@ -140,6 +141,50 @@ async def test_cut_at_every_page_the_blocks_before_the_cut_are_served(
     whole = [max(0, min(9, 3 * ((page - 1) // 4) + max(0, (page - 1) % 4 - 1))) for page in
              range(16)]  # fmt: skip
     assert served == whole
+
+
+@pytest.mark.parametrize("arrived", [0, 1, 2, 3])
+async def test_a_kill_in_an_extent_leaves_its_beginning_and_nothing_else(
+    tmp_path: Path, opened: Opened, killed: Killed, segments: Segments, arrived: int
+) -> None:
+    """The header is there, the blocks behind it only in part, as a cut write leaves them."""
+    whole, cut = make_blocks(3, [4096]), make_blocks(3, [4096], first=50)
+    later = make_blocks(3, [4096], first=70)
+    async with opened(tmp_path) as backend:
+        await save(backend, whole)
+        await save(backend, cut)
+        root = killed(tmp_path)
+    (segment,) = segments(root)
+    first = (1 + 4 + 1) * PAGE  # the segment's header, an extent, the header of the next
+    with segment.open("r+b") as file:
+        file.seek(first + arrived * PAGE)
+        file.write(bytes((3 - arrived) * PAGE))
+    left = whole | dict(list(cut.items())[:arrived])
+    for more in ({}, later, {}):  # and the next kill brings nothing back
+        async with opened(root) as backend:
+            left |= more
+            await save(backend, more)
+            assert (await backend.contains(Keys.of(whole | cut))).tolist() == [
+                key in left for key in whole | cut
+            ]
+            assert await load(backend, sizes(left)) == left
+            root = killed(root)
+
+
+async def test_a_flipped_byte_before_good_blocks_is_damage_and_not_a_cut(
+    tmp_path: Path, opened: Opened, killed: Killed, segments: Segments, proven: Any
+) -> None:
+    blocks = make_blocks(3, [4096])
+    async with opened(tmp_path) as backend:
+        await save(backend, blocks)
+        root = killed(tmp_path)
+    (segment,) = segments(root)
+    with segment.open("r+b") as file:
+        file.seek(2 * PAGE + 7)
+        file.write(b"\xff\xfe\xfd")
+    async with opened(root) as backend:
+        assert (await backend.contains(Keys.of(blocks))).all()
+        assert await proven(backend, sizes(blocks)) == dict(list(blocks.items())[1:])
 
 
 async def test_a_header_that_was_written_in_part_ends_the_walk_there(
