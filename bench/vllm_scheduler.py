@@ -102,7 +102,7 @@ class Request:
 
     lora_request = kv_transfer_params = kv_hints = session_id = None
     skip_reading_prefix_cache = False
-    shared_prefix_boundary = num_preemptions = 0
+    shared_prefix_boundary = 0
     status = RequestStatus.RUNNING
 
     def __init__(self, name: str, tokens: int, names: list[bytes]) -> None:

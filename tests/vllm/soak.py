@@ -285,7 +285,7 @@ class Soak:
 
     def totals(self) -> dict[str, Any]:
         args = self.args
-        counts = self.found | {"faults": self.faults().total()}
+        counts = self.found + Counter(faults=self.faults().total())
         return {
             "model": args.model,
             "seed": args.seed,
@@ -300,7 +300,7 @@ class Soak:
 
     def result(self) -> dict[str, Any]:
         """Everything, judged."""
-        counts = self.found | {"faults": self.faults().total()}
+        counts = self.found + Counter(faults=self.faults().total())
         missed = [name for name in ATTEMPTED if not counts[name]]
         fds = self.rest[-1]["fds"] - self.rest[0]["fds"]
         growth = {
@@ -371,7 +371,7 @@ def held(ours: Engine) -> list[str]:
         "requests of the ledger": len(ledger._requests),
         "promises": len(side._promises),
         "loads": len(side._loads),
-        "orders": len(side._ordered),
+        "orders": len(side._turns._loading | side._turns._failed),
         "requests left": len(side._left),
         "loads of the worker": len(ours.worker_side._loads),
         "copies of the worker": len(ours.worker_side._incoming) + len(ours.worker_side._outgoing),

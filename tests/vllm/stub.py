@@ -162,7 +162,6 @@ def request(name: str, tokens: int, *, computed: int = 0, lora: object = None) -
         block_hashes=chain,
         num_tokens=tokens,
         num_computed_tokens=computed,
-        num_preemptions=0,
         lora_request=lora,
         kv_transfer_params=None,
         skip_reading_prefix_cache=False,

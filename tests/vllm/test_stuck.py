@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,15 +71,57 @@ def test_a_failed_load_of_most_of_the_pool_is_computed(model: str) -> None:
         at_rest(ours)
 
 
-def test_a_request_loads_again_only_after_a_preemption_and_others_are_not_held_back() -> None:
+def test_failed_loads_that_hold_the_pool_together_are_all_computed(model: str) -> None:
+    """The engine takes a failed load's pages back when the request's turn comes, and no turn comes
+    while one before it waits for room: with windows, computing takes more room than loading."""
+    prompts = [prompt(77, 700), *(prompt(80 + n, 400) for n in range(3))]
+    with engine(model, extra={"url": ""}) as ours:
+        first = ask(ours, prompts)
+        forget_pool(ours)
+        fail_loads(ours, len(prompts))
+        assert ask(ours, prompts) == first
+        assert ours.worker_side.counters["failed_loads"] > 0
+        at_rest(ours)
+        forget_pool(ours)
+        failed = ours.worker_side.counters["failed_loads"]
+        assert ask(ours, prompts) == first
+        assert ours.worker_side.counters["failed_loads"] == failed
+        at_rest(ours)
+
+
+def failed(stub: Stub, name: str, first: int) -> SimpleNamespace:
+    """A request whose load was ordered, and about which the engine has not asked again."""
+    made = request(name, 100)
+    assert stub.scheduler.matched_tokens(made, 0) == (96, True)
+    stub.scheduler.allocated(made, blocks((list(range(first, first + 7)),)), 96)
+    return made
+
+
+def test_nobody_loads_in_front_of_a_request_whose_load_failed_until_that_runs_or_is_gone() -> None:
     stub = Stub()
     stub.compute(request("a1", 100), (list(range(1, 8)),))
-    made = request("a2", 100)
-    assert stub.scheduler.matched_tokens(made, 0) == (96, True)
-    stub.scheduler.allocated(made, blocks((list(range(11, 18)),)), 96)
-    assert stub.scheduler.matched_tokens(made, 0) == (0, False)  # asked again: the load failed
-    assert stub.scheduler.matched_tokens(request("a3", 100), 0) == (96, True)
-    made.num_preemptions = 1
-    assert stub.scheduler.matched_tokens(made, 0) == (96, True)
-    stub.scheduler.finished("a2")
-    assert not stub.scheduler._ordered
+    for end in ("runs", "gone"):
+        made = failed(stub, f"a{end}", 11)
+        assert stub.scheduler.matched_tokens(made, 0) == (0, False)
+        assert stub.scheduler.matched_tokens(made, 0) == (0, False)
+        assert stub.scheduler.matched_tokens(request("a3", 100), 0) == (None, False)
+        assert stub.scheduler.matched_tokens(request("b1", 100), 0) == (0, False)  # no hit anyway
+        if end == "runs":
+            stub.step({made.request_id: (100, (list(range(11, 18)),))})
+            assert stub.scheduler.matched_tokens(made, 0) == (96, True)  # it was preempted
+        stub.scheduler.finished(made.request_id)
+        assert stub.scheduler.matched_tokens(request("a3", 100), 0) == (96, True)
+        stub.scheduler.finished("a3")
+    stub.step()
+    assert stub.scheduler.ledger.stats()["leased_blocks"] == 0
+    assert not stub.scheduler._turns.taken
+
+
+def test_one_that_waits_for_room_lets_ended_loads_pass_and_is_computed_after_them() -> None:
+    stub = Stub()
+    stub.compute(request("a1", 100), (list(range(1, 8)),))
+    first, second = failed(stub, "a2", 11), failed(stub, "a3", 21)
+    assert stub.scheduler.matched_tokens(first, 0) == (0, False)
+    assert stub.scheduler.matched_tokens(first, 0) == (None, False)  # a3 holds its pages
+    assert stub.scheduler.matched_tokens(second, 0) == (0, False)  # now it holds none
+    assert stub.scheduler.matched_tokens(first, 0) == (0, False)
