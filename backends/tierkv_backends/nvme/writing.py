@@ -31,8 +31,8 @@ from tierkv_backends.nvme.transfer import (
 log = logging.getLogger(__name__)
 
 RUN_EXTENTS: Final = 2
-"""Extents that one trip to a thread writes: 16 MiB, some 10 ms of a fast disk, so that the trip
-costs nothing and a cancelled write ends soon."""
+"""Extents that one trip to a thread writes: 32 MiB at most, some 20 ms of a fast disk, so that the
+trip costs nothing and a cancelled write ends soon."""
 
 
 class _Some(NamedTuple):
