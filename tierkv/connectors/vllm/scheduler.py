@@ -29,6 +29,7 @@ from tierkv.connectors.vllm.wire import (
 )
 from tierkv.index import News
 from tierkv.ledger import Hit, Ledger
+from tierkv.reach import NEVER
 from tierkv.worth import Judge, Worth
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._promises: dict[str, _Promise] = {}
         self._tier_tokens: dict[str, int] = {}
+        # Request id → computed tokens below which nothing of it can be due.
+        self._quiet_until: dict[str, int] = {}
         self._turns = _Turns()
         self._loads: dict[int, _Load] = {}
         self._block_lists: BlockLists = _no_tables
@@ -306,6 +309,7 @@ class SchedulerSide:
         self._promises.pop(request_id, None)
         self._tier_tokens.pop(request_id, None)
         self._turns.left((request_id,))
+        self._quiet_until.pop(request_id, None)
         self._left.discard(request_id)
         if self._ledger is not None:
             self._ledger.release(request_id)
@@ -316,16 +320,22 @@ class SchedulerSide:
     def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Everything that the workers are to do with this step."""
         if self._ledger is not None:
-            ledger, requests = self._ledger, self._requests
+            ledger, requests, quiet = self._ledger, self._requests, self._quiet_until
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 request = requests.get(request_id)
                 if request is None:
                     continue
+                # Most steps of most requests end here: nothing asks the ledger about them.
+                if request.num_computed_tokens + scheduled_tokens < quiet.get(request_id, 0):
+                    continue
                 # The workers copy after the step's forward, so its tokens count as computed.
                 # Drafted ones are not among the request's own, so they never count.
                 computed = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
-                if ledger.save_is_due(request_id, computed) and _cacheable(request):
+                if not _cacheable(request):
+                    quiet[request_id] = NEVER
+                elif ledger.save_is_due(request_id, computed):
                     self._save(request, computed, output)
+                    quiet[request_id] = ledger.quiet_until(request_id)
             self._collect_commands()
             self._turns.left(output.num_scheduled_tokens)
             self._steps.begin(output.num_scheduled_tokens)
@@ -405,6 +415,7 @@ class SchedulerSide:
         if self._ledger is not None:
             self._ledger.rotate()
             self._promises.clear()
+            self._quiet_until.clear()
             self._collect_commands()
 
     def stats(self) -> TierKVStats | None:
