@@ -169,11 +169,13 @@ class Evicted:
 class Eviction:
     """What `SupportsEvict.evict` did.
 
-    physical_bytes: of the whole store, afterwards. skipped: what was asked for and stays, because
-    its owner runs.
+    physical_bytes: of the whole store, afterwards. left_bytes: of what was to shrink, which is
+    the namespace that was named, or all. skipped: what was asked for and stays, because its owner
+    runs.
     """
 
     physical_bytes: int
+    left_bytes: int
     evicted: tuple[Evicted, ...] = ()
     skipped: tuple[Skipped, ...] = ()
 
@@ -183,12 +185,13 @@ class SupportsEvict(Protocol):
     """Blocks in the store behind a URL can be given up from outside, by `tierkv evict`."""
 
     async def evict(
-        self, progress: Callable[[int], None], *, namespace: bytes | None, keep_bytes: int
+        self, progress: Callable[[int, int], None], *, namespace: bytes | None, keep_bytes: int
     ) -> Eviction:
-        """Give up the coldest blocks until the store takes at most `keep_bytes` physical bytes.
+        """Give up the coldest blocks until what is left takes at most `keep_bytes` physical bytes.
 
-        Called on a backend that is made from a URL but not open. namespace: give up only what is
-        of this one. A directory whose owner runs is never touched. `progress(freed)` counts
+        Called on a backend that is made from a URL but not open. namespace: only what is of this
+        one goes, and only that is measured against `keep_bytes`; None: the whole store. A
+        directory whose owner runs counts, but is never touched. `progress(freed, wanted)` counts
         physical bytes and is called on the loop. Raises `StoreError` where there is no store of
         this kind. After a cancellation or a kill what was given up is gone, and the rest is whole.
         """

@@ -10,7 +10,20 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tierkv.cli.output import json_text
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=12,
+)
 SCRIPT = Path(sysconfig.get_path("scripts")) / "tierkv"
 
 NOISY = """
@@ -91,3 +104,27 @@ def test_help_imports_nothing_heavy(heavy: str) -> None:
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "tierkv.cli.doctor" in imported
     assert heavy not in imported
+
+
+@given(JSON, st.lists(JSON, max_size=3))
+def test_an_answer_is_written_as_json_with_iterators_as_lists(
+    value: object, some: list[object]
+) -> None:
+    assert json.loads("".join(json_text(value))) == value
+    answer = {
+        "plain": value,
+        "made": iter(some),
+        "inner": [{"made": iter(some)}, {"made": iter([])}],
+    }
+    assert json.loads("".join(json_text(answer))) == {
+        "plain": value,
+        "made": some,
+        "inner": [{"made": some}, {"made": []}],
+    }
+
+
+def test_what_an_iterator_yields_is_written_before_it_ends() -> None:
+    text = json_text({"keys": iter(range(10**12))})
+    begun = "".join(next(text) for _ in range(6))
+    assert begun.startswith('{"keys": [0, 1, 2')
+    assert 1000 < len(begun) < 20_000

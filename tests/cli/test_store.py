@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import pty
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tierkv.cli import app
+from tierkv.cli.output import gib
 from tierkv.registry import make_backend
 from tierkv.testing import make_blocks, make_context, save
 
 BYTES = (4096, 700)
+SCRIPT = Path(sysconfig.get_path("scripts")) / "tierkv"
 
 
 def fill(root: Path, *, namespace: bytes = b"\x01" * 32, blocks: int = 6, rank: int = 0) -> None:
@@ -74,6 +82,84 @@ def test_du_says_where_every_physical_byte_goes(url: str, tmp_path: Path) -> Non
         names = ("payload_bytes", "padding_bytes", "dead_bytes", "unused_bytes")
         assert part["physical_bytes"] == sum(part[name] for name in names)
     assert "of a quota of 2.0 MiB" in call("du", url).output
+
+
+def test_du_adds_up_all_parts(url: str) -> None:
+    answer = told("du", url)
+    names = ("physical_bytes", "payload_bytes", "padding_bytes", "dead_bytes", "unused_bytes")
+    for name in names:
+        assert answer[name] == sum(part[name] for part in answer["parts"]) > 0
+    assert answer["physical_bytes"] == sum(answer[name] for name in names[1:])
+    shown = CliRunner().invoke(app, ["du", url], env={"COLUMNS": "150"})
+    lines = shown.output.splitlines()
+    (total,) = (line for line in lines if "total" in line)
+    for name in names:
+        assert gib(answer[name]) in total
+
+
+LISTS = """
+import resource, sys
+from tierkv.cli import app
+from tierkv.cli.output import gib
+
+try:
+    app()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+def test_ls_writes_keys_as_it_goes_and_holds_no_list_of_them(tmp_path: Path) -> None:
+    count = 20_000
+
+    async def fill_many() -> None:
+        backend = make_backend(f"nvme://{tmp_path}?capacity=64MiB&segment=8MiB")
+        await backend.open(make_context((16,)))
+        await save(backend, make_blocks(count, (16,)))
+        await backend.close()
+
+    asyncio.run(fill_many())
+
+    def peak_kib(*words: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", LISTS, "ls", f"nvme://{tmp_path}", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return int(done.stderr), done.stdout
+
+    plain, _ = peak_kib()
+    as_lines, lines = peak_kib("--keys")
+    as_json, text = peak_kib("--keys", "--json")
+    assert sum(".tkv+" in line for line in lines.splitlines()) == count
+    assert len(json.loads(text)["parts"][0]["keys"]) == count
+    # 20,000 entries as dicts of strings take 15 MiB.
+    assert max(as_lines, as_json) - plain < 7 << 10
+
+
+def test_evict_shows_how_far_it_is_on_a_terminal(url: str) -> None:
+    master, terminal = pty.openpty()
+    command = [SCRIPT, "evict", url, "--all", "--yes", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, text=True) as child:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the other side is gone
+            while some := os.read(master, 4096):
+                shown += some
+        assert child.stdout is not None
+        answer = json.loads(child.stdout.read())
+    os.close(master)
+    freed = sum(part["freed_bytes"] for part in answer["evicted"])
+    assert f"{freed / 1000:.1f}/{freed / 1000:.1f} kB" in shown.decode()
+
+
+def test_a_size_for_one_namespace_is_compared_with_that_one(url: str) -> None:
+    before = {part["rank"]: part["physical_bytes"] for part in told("du", url)["parts"]}
+    words = ("--yes", "--namespace", "test 02020202", "--to", str(before[1]))
+    done = subprocess.run(
+        [SCRIPT, "evict", url, *words], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert f"namespace test 02020202 takes {gib(before[1])}, the store takes" in done.stdout
+    answer = told("evict", url, *words[:3], "--to", str(before[1] - 1))
+    assert answer["left_bytes"] < before[1]
+    assert answer["physical_bytes"] == before[0] + answer["left_bytes"]
 
 
 def test_evict_gives_up_one_namespace_by_its_text_or_its_digest(url: str) -> None:

@@ -39,7 +39,7 @@ def doctor(
     with answering(as_json=as_json) as screen:
         answer = examine(directory.absolute(), vllm=vllm)
         line = answer["vllm"]["argument"] if vllm else ""
-        screen.show(answer, lambda: _table(answer), ok=answer["ok"], copyable=line)
+        screen.show(answer, lambda: _table(answer), ok=answer["ok"], lines=[line] if line else [])
 
 
 def examine(directory: Path, *, vllm: bool = False) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
@@ -37,11 +38,12 @@ class Screen:
         draw: Callable[[], RenderableType],
         *,
         ok: bool = True,
-        copyable: str = "",
+        lines: Iterable[str] = (),
     ) -> None:
         """Give the answer: `answer` as JSON, or what `draw` makes. Not `ok` exits with 1.
 
-        copyable: printed last for people, as it is, on one line however narrow the terminal.
+        answer: an iterator in it becomes a list that is written while it is made.
+        lines: printed last for people, as they are, however narrow the terminal.
         Ends the command where it is not ok, so nothing after it runs: call it last.
         """
         if self.as_json:
@@ -50,8 +52,8 @@ class Screen:
             from rich.console import Console
 
             Console().print(draw())
-            if copyable:
-                print(copyable)
+            for line in lines:
+                print(line)
         if not ok:
             raise typer.Exit(EXIT_BAD_NEWS)
 
@@ -75,7 +77,43 @@ def answering(*, as_json: bool) -> Iterator[Screen]:
         raise typer.Exit(EXIT_REFUSED) from exc
     finally:
         if as_json and screen.answer is not None:
-            print(json.dumps(screen.answer, allow_nan=False), flush=True)
+            for text in json_text(screen.answer):
+                sys.stdout.write(text)
+            print(flush=True)
+
+
+_AT_ONCE: Final = 1000
+
+
+def json_text(value: Any) -> Iterator[str]:
+    """`value` as JSON in pieces. What an iterator in it yields is never held all at once."""
+    if isinstance(value, Mapping):
+        yield from _joined("{}", (_entry(name, inner) for name, inner in value.items()))
+    elif isinstance(value, list):
+        yield from _joined("[]", map(json_text, value))
+    elif isinstance(value, Iterator):
+        parts = iter(lambda: list(itertools.islice(value, _AT_ONCE)), [])
+        yield from _joined("[]", ([_dumps(part)[1:-1]] for part in parts))
+    else:
+        yield _dumps(value)
+
+
+def _entry(name: str, value: Any) -> Iterator[str]:
+    yield _dumps(name) + ": "
+    yield from json_text(value)
+
+
+def _joined(brackets: str, parts: Iterable[Iterable[str]]) -> Iterator[str]:
+    yield brackets[0]
+    for number, part in enumerate(parts):
+        if number:
+            yield ", "
+        yield from part
+    yield brackets[1]
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
 
 
 @contextlib.contextmanager
@@ -101,6 +139,19 @@ def _fileno(stream: TextIO) -> int | None:
         return stream.fileno()
     except OSError:  # io.UnsupportedOperation
         return None
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes on stderr, where that is a terminal. Yields what to call: (done, total)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def gib(nbytes: int) -> str:

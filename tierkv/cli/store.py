@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tierkv.cli.output import AsJson, answering, gib
+from tierkv.cli.output import AsJson, answering, gib, progress_bar
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 Url = Annotated[str, typer.Argument(help="The store, like nvme:///mnt/kv.")]
 
 BAR_CELLS = 40
+PHYSICAL = ("physical_bytes", "padding_bytes", "dead_bytes", "unused_bytes")
+"""What `du` shows beside the payload; the last three and the payload are the first."""
 
 
 def ls(
@@ -26,16 +30,21 @@ def ls(
 ) -> None:
     """List who stored what: namespaces, ranks, groups, blocks. Changes nothing, reads no payload.
 
-    A store in use can be listed. Exit status 1 where a part of it could not be read.
+    A store in use can be listed. Exit status 1 where a part of it could not be read. With --keys
+    a line per block follows, written as it is found: group, hash, bytes, place.
     """
     with answering(as_json=as_json) as screen:
         found = _inspect(url)
         answer = _answer(url, found) | {"parts": [_part(p, keys=keys) for p in found.parts]}
-        screen.show(answer, lambda: _listing(found, keys=keys), ok=not found.unreadable)
+        lines = _lines(found) if keys else ()
+        screen.show(answer, lambda: _listing(found), ok=not found.unreadable, lines=lines)
 
 
 def du(url: Url, as_json: AsJson = False) -> None:
-    """Show where a store's physical bytes go. Changes nothing, reads no payload."""
+    """Show where a store's physical bytes go, part by part and in total.
+
+    Changes nothing, reads no payload.
+    """
     with answering(as_json=as_json) as screen:
         found = _inspect(url)
         answer = _answer(url, found) | {"parts": [_part(p) for p in found.parts]}
@@ -47,14 +56,22 @@ def evict(
     namespace: Annotated[
         str | None, typer.Option(help="Only what is of this one: its text or its whole digest.")
     ] = None,
-    to: Annotated[str, typer.Option(help="Until the store takes this much, like 100GiB.")] = "",
+    to: Annotated[
+        str,
+        typer.Option(
+            help="Until the store takes at most this much, like 100GiB; with --namespace: until "
+            "that namespace does."
+        ),
+    ] = "",
     everything: Annotated[bool, typer.Option("--all", help="All of it.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Give up the coldest blocks of owners that do not run. They are misses from then on.
 
-    Exit status 1 where something that was asked for stays, because its owner runs.
+    With --namespace only its blocks go, and --to is compared with what it takes, on all its ranks,
+    whatever others take. Blocks of a running owner count, but stay: exit status 1 where therefore
+    not all that was asked for is gone.
     """
     with answering(as_json=as_json) as screen:
         done = _evict(url, namespace, to, everything=everything, yes=yes)
@@ -62,10 +79,11 @@ def evict(
             "ok": not done.skipped,
             "url": url,
             "physical_bytes": done.physical_bytes,
+            "left_bytes": done.left_bytes,
             "evicted": [asdict(part) for part in done.evicted],
             "skipped": [asdict(part) for part in done.skipped],
         }
-        screen.show(answer, lambda: _evicted(done), ok=not done.skipped)
+        screen.show(answer, lambda: _evicted(done, namespace), ok=not done.skipped)
 
 
 def _inspect(url: str) -> Inspection:
@@ -104,7 +122,8 @@ def _evict(url: str, namespace: str | None, to: str, *, everything: bool, yes: b
     digest = None if namespace is None else _digest(url, namespace)
     if not yes:
         _confirm(url, namespace, "everything" if everything else f"all above {gib(keep_bytes)}")
-    return asyncio.run(backend.evict(lambda _: None, namespace=digest, keep_bytes=keep_bytes))
+    with progress_bar("evict") as progress:
+        return asyncio.run(backend.evict(progress, namespace=digest, keep_bytes=keep_bytes))
 
 
 def _digest(url: str, namespace: str) -> bytes:
@@ -139,7 +158,7 @@ def _answer(url: str, found: Inspection) -> dict[str, Any]:
         "url": url,
         "blocks": sum(part.blocks for part in found.parts),
         "payload_bytes": sum(part.payload_bytes for part in found.parts),
-        "physical_bytes": sum(part.physical_bytes for part in found.parts),
+        **{name: sum(getattr(part, name) for part in found.parts) for name in PHYSICAL},
         "capacity_bytes": found.capacity_bytes,
         "free_bytes": found.free_bytes,
         "unreadable": [asdict(part) for part in found.unreadable],
@@ -148,12 +167,12 @@ def _answer(url: str, found: Inspection) -> dict[str, Any]:
 
 def _part(part: StorePart, *, keys: bool = False) -> dict[str, Any]:
     names = ("directory", "namespace", "namespace_hex", "rank", "data_parallel_rank", "owner")
-    sizes = ("blocks", "payload_bytes", "physical_bytes", "padding_bytes", "dead_bytes")
-    more = ("owner_pid", "unused_bytes", "oldest_use_s", "newest_use_s", "problem")
+    sizes = ("blocks", "payload_bytes", *PHYSICAL)
+    more = ("owner_pid", "oldest_use_s", "newest_use_s", "problem")
     told = {name: getattr(part, name) for name in (*names, *sizes, *more)}
     told["groups"] = [asdict(group) for group in part.groups]
     if keys:
-        told["keys"] = [place._asdict() for place in part.listing]
+        told["keys"] = (place._asdict() for place in part.listing)
     return told
 
 
@@ -165,7 +184,13 @@ def _when(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def _listing(found: Inspection, *, keys: bool) -> RenderableType:
+def _lines(found: Inspection) -> Iterator[str]:
+    for part in found.parts:
+        for place in part.listing:
+            yield f"{place.group} {place.hash_hex} {place.nbytes} {place.where}"
+
+
+def _listing(found: Inspection) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -180,15 +205,13 @@ def _listing(found: Inspection, *, keys: bool) -> RenderableType:
             n, size = (f"{group.blocks:,}", gib(group.payload_bytes)) if group else ("0", "0 B")
             row = (name, rank, str(group.group) if group else "-", n, size, *told)
             table.add_row(*map(Text, row))
-    parts: list[RenderableType] = [table]
-    if keys:
-        every = Table("group", "hash", "bytes", "where")
-        for part in found.parts:
-            for place in part.listing:
-                every.add_row(str(place.group), place.hash_hex, str(place.nbytes), place.where)
-        parts.append(every)
-    parts += [Text(f"NOT READ: {part.directory}: {part.reason}") for part in found.unreadable]
-    return Group(*parts)
+    return Group(table, *_unread(found))
+
+
+def _unread(found: Inspection) -> list[RenderableType]:
+    from rich.text import Text
+
+    return [Text(f"NOT READ: {part.directory}: {part.reason}") for part in found.unreadable]
 
 
 def _usage(found: Inspection) -> RenderableType:
@@ -196,18 +219,24 @@ def _usage(found: Inspection) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("namespace", "rank", "physical", "payload", "padding", "dead", "unused", "")
+    answer = _answer("", found)
+    names = ("physical_bytes", "payload_bytes", *PHYSICAL[1:])
+    total = [gib(answer[name]) for name in names] if len(found.parts) > 1 else []
+    heads = ("physical", "payload", "padding", "dead", "unused")
+    table = Table("namespace", "rank", show_footer=bool(total))
+    table.columns[0].footer = "total"
+    for head, footer in zip_longest(heads, total, fillvalue=""):
+        table.add_column(head, footer, justify="right")
+    table.add_column("")
     for part in found.parts:
-        sizes = (part.physical_bytes, part.payload_bytes, part.padding_bytes, part.dead_bytes)
-        row = (part.namespace or part.directory, str(part.rank), *map(gib, sizes))
-        table.add_row(*map(Text, (*row, gib(part.unused_bytes))), _bar(part))
-    physical = sum(part.physical_bytes for part in found.parts)
-    total = Text(
-        f"{gib(physical)} of a quota of {gib(found.capacity_bytes)}; "
+        sizes = (gib(getattr(part, name)) for name in names)
+        row = (part.namespace or part.directory, str(part.rank), *sizes)
+        table.add_row(*map(Text, row), _bar(part))
+    quota = Text(
+        f"{gib(answer['physical_bytes'])} of a quota of {gib(found.capacity_bytes)}; "
         f"{gib(found.free_bytes)} free on the file system"
     )
-    unread = [Text(f"NOT READ: {part.directory}: {part.reason}") for part in found.unreadable]
-    return Group(table, total, *unread)
+    return Group(table, quota, *_unread(found))
 
 
 def _bar(part: StorePart) -> Any:
@@ -225,7 +254,7 @@ def _bar(part: StorePart) -> Any:
     )
 
 
-def _evicted(done: Eviction) -> RenderableType:
+def _evicted(done: Eviction, namespace: str | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -234,4 +263,5 @@ def _evicted(done: Eviction) -> RenderableType:
         for part in done.evicted
     ]
     lines += [Text(f"STAYS: {part.directory}: {part.reason}") for part in done.skipped]
-    return Group(*lines, Text(f"the store takes {gib(done.physical_bytes)} now"))
+    left = "" if namespace is None else f"namespace {namespace} takes {gib(done.left_bytes)}, "
+    return Group(*lines, Text(f"{left}the store takes {gib(done.physical_bytes)} now"))

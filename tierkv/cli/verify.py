@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tierkv.cli.output import AsJson, answering, gib
+from tierkv.cli.output import AsJson, answering, gib, progress_bar
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,9 +32,6 @@ def verify(
 def _verify(url: str) -> Verification:
     import asyncio
 
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
     from tierkv.backend import SupportsVerify
     from tierkv.errors import ConfigError
     from tierkv.registry import make_backend
@@ -45,13 +42,8 @@ def _verify(url: str) -> Verification:
             f"backend {backend.scheme!r} offers nothing to verify from outside; "
             "one that does implements tierkv.backend.SupportsVerify"
         )
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("verify", total=None)
-        return asyncio.run(
-            backend.verify(lambda done, total: progress.update(task, completed=done, total=total))
-        )
+    with progress_bar("verify") as progress:
+        return asyncio.run(backend.verify(progress))
 
 
 def _is_sound(found: Verification) -> bool:

@@ -28,7 +28,7 @@ _AT_ONCE: Final = 16
 
 def evict_root_sync(
     root: Path,
-    progress: Callable[[int], None],
+    progress: Callable[[int, int], None],
     stop: Event,
     *,
     namespace: bytes | None,
@@ -36,32 +36,40 @@ def evict_root_sync(
 ) -> Eviction:
     """`tierkv.backend.SupportsEvict` until `stop` is set. Every unlink leaves a whole store.
 
+    `progress` is told what went, and what is to go in the end.
+
     The root's lock is held around each few of them: whoever opens a directory needs it too, so
     that a directory that has no owner then has none until they are done.
     """
     freed: dict[Path, int] = defaultdict(int)
+    wanted = 0
     with unusable(root):
         texts = {path: _text_sync(path) for path in stores_sync(root)}
-        while not stop.is_set():
+        while True:
             with root_lock_sync(root):
-                more = _some_sync(root, freed, namespace, keep_bytes)
-            progress(sum(freed.values()))
-            if not more:
-                break
+                named = _named_sync(root, namespace)
+                # Anew each time: others write and give up meanwhile, and some of it may be live.
+                over = sum(share.nbytes for share in named) - keep_bytes
+                cold = [s for share in named if not share.live for s in share.segments]
+                gone = sum(freed.values())
+                wanted = max(wanted, gone + min(over, sum(nbytes for _, nbytes, _ in cold)))
+                if over <= 0 or not cold or stop.is_set():
+                    break
+                _some_sync(cold, over, freed)
+            progress(sum(freed.values()), wanted)
         with root_lock_sync(root):
-            live = [
-                share.directory
-                for share in survey_sync(root, None)
-                if share.live and _is_of_sync(share.directory, namespace)
-            ]
+            named = _named_sync(root, namespace)
             if keep_bytes == 0 and not stop.is_set():
                 _tidy_sync(root, namespace)
-        left = physical_bytes_sync(root)
+        physical = physical_bytes_sync(root)
+        live = [share.directory for share in named if share.live]
         skipped = [
             Skipped(directory=str(path), reason=f"in use by {owner_sync(path)}") for path in live
         ]
+    left = sum(share.nbytes for share in named)
     return Eviction(
-        physical_bytes=left,
+        physical_bytes=physical,
+        left_bytes=left,
         evicted=tuple(
             Evicted(directory=str(path), namespace=texts.get(path, ""), freed_bytes=nbytes)
             for path, nbytes in freed.items()
@@ -70,24 +78,21 @@ def evict_root_sync(
     )
 
 
+def _named_sync(root: Path, namespace: bytes | None) -> list[Share]:
+    """The books of what is to shrink."""
+    return [share for share in survey_sync(root, None) if _is_of_sync(share.directory, namespace)]
+
+
 def _some_sync(
-    root: Path, freed: dict[Path, int], namespace: bytes | None, keep_bytes: int
-) -> bool:
-    """Delete the coldest segments, so many at most; whether there may be more to do."""
-    shares = survey_sync(root, None)
-    total = sum(share.nbytes for share in shares)
-    coldest_first = sorted(s for share in _cold(shares, namespace) for s in share.segments)
-    for segment in coldest_first[:_AT_ONCE]:
-        if total <= keep_bytes:
-            return False
+    cold: list[tuple[float, int, Path]], over_bytes: int, freed: dict[Path, int]
+) -> None:
+    """Delete the coldest segments until `over_bytes` are gone, so many at most."""
+    for segment in sorted(cold)[:_AT_ONCE]:
+        if over_bytes <= 0:
+            return
         nbytes = delete_sync(segment)
-        total -= nbytes
+        over_bytes -= nbytes
         freed[segment[2].parent] += nbytes
-    return len(coldest_first) > _AT_ONCE
-
-
-def _cold(shares: list[Share], namespace: bytes | None) -> list[Share]:
-    return [s for s in shares if not s.live and _is_of_sync(s.directory, namespace)]
 
 
 def _tidy_sync(root: Path, namespace: bytes | None) -> None:

@@ -49,13 +49,13 @@ class FromOutside:
         return await finish(asyncio.to_thread(inspect_root_sync, self._options))
 
     async def evict(
-        self, progress: Callable[[int], None], *, namespace: bytes | None, keep_bytes: int
+        self, progress: Callable[[int, int], None], *, namespace: bytes | None, keep_bytes: int
     ) -> Eviction:
         """`tierkv.backend.SupportsEvict`: whole segments go, the coldest first."""
         loop, stop = asyncio.get_running_loop(), Event()
 
-        def tell(freed: int) -> None:
-            loop.call_soon_threadsafe(progress, freed)
+        def tell(freed: int, wanted: int) -> None:
+            loop.call_soon_threadsafe(progress, freed, wanted)
 
         task = asyncio.ensure_future(
             asyncio.to_thread(

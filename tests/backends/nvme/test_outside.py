@@ -28,11 +28,15 @@ async def inspected(root: Path) -> Inspection:
 
 async def evicted(
     root: Path, *, namespace: bytes | None = None, keep_bytes: int = 0
-) -> tuple[Eviction, list[int]]:
+) -> tuple[Eviction, list[tuple[int, int]]]:
     backend = make_backend(f"nvme://{root}")
     assert isinstance(backend, SupportsEvict)
-    steps: list[int] = []
-    done = await backend.evict(steps.append, namespace=namespace, keep_bytes=keep_bytes)
+    steps: list[tuple[int, int]] = []
+
+    def step(freed: int, wanted: int) -> None:
+        steps.append((freed, wanted))
+
+    done = await backend.evict(step, namespace=namespace, keep_bytes=keep_bytes)
     return done, steps
 
 
@@ -137,7 +141,8 @@ async def test_only_the_namespace_that_was_named_goes(tmp_path: Path, opened: Op
     done, steps = await evicted(tmp_path, namespace=b"\x01" * 32)
     assert [one.namespace for one in done.evicted] == ["test 01010101"] * 2
     assert done.physical_bytes == physical(tmp_path) == before // 3
-    assert steps[-1] == sum(one.freed_bytes for one in done.evicted) == before - before // 3
+    freed = sum(one.freed_bytes for one in done.evicted)
+    assert steps[-1] == (freed, freed) == (before - before // 3,) * 2
     (part,) = (await inspected(tmp_path)).parts
     assert (part.namespace_hex, part.blocks) == (OTHER.hex(), 5)
 
@@ -161,6 +166,27 @@ async def test_a_root_shrinks_to_a_size_the_coldest_segments_first(
         left = await proven(backend, {key: 4096 for key in blocks})
     assert 0 < part.blocks == len(left) < 60
     assert all(blocks[key] == payload for key, payload in left.items())
+
+
+async def test_a_size_for_one_namespace_is_compared_with_what_that_one_takes(
+    tmp_path: Path, opened: Opened
+) -> None:
+    blocks = make_blocks(60, (4096,))
+    for context in ({"rank": 0}, {"namespace": OTHER}):
+        async with opened(tmp_path, **context) as backend:
+            await save(backend, blocks)
+    sizes = {part.namespace_hex: part.physical_bytes for part in (await inspected(tmp_path)).parts}
+    keep = sizes[OTHER.hex()] // 2
+    done, steps = await evicted(tmp_path, namespace=OTHER, keep_bytes=keep)
+    assert 0 < done.left_bytes <= keep
+    after = {part.namespace_hex: part.physical_bytes for part in (await inspected(tmp_path)).parts}
+    assert after == sizes | {OTHER.hex(): done.left_bytes}
+    assert done.physical_bytes == physical(tmp_path) == sum(after.values())
+    # What was wanted is known at once, and at least that much went: whole segments go.
+    assert {wanted for _, wanted in steps} == {sizes[OTHER.hex()] - keep}
+    assert steps[-1][0] == sizes[OTHER.hex()] - done.left_bytes >= steps[-1][1]
+    again, steps = await evicted(tmp_path, namespace=OTHER, keep_bytes=sizes[OTHER.hex()])
+    assert (again.evicted, steps) == ((), [])
 
 
 async def test_what_an_owner_has_open_is_never_touched(tmp_path: Path, opened: Opened) -> None:
