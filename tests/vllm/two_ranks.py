@@ -1,16 +1,20 @@
-"""`python -m two_ranks MODEL EXTRA_JSON SETTINGS_JSON`: tensor parallel 2, the findings as JSON.
+"""`python -m two_ranks MODEL EXTRA_JSON SETTINGS_JSON [STORE]`: two ranks, the findings as JSON.
 
 Scheduler and both workers are processes of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 from engines import ROUND, Answer, Engine
@@ -43,6 +47,28 @@ def kill_keeper_of_rank_1(_worker: object) -> int:
     return int(side._rank)
 
 
+def slow_down_rank_1(_worker: object, seconds: float, patience: float) -> None:
+    """From now on one rank hears of its tier's moves so late, and waits so long for a load."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    side = get_kv_transfer_group().worker
+    if side._rank != 1:
+        return
+    side._options = dataclasses.replace(side._options, load_timeout_s=patience)
+    poll: Any = getattr(side.storage.poll, "prompt", side.storage.poll)
+    held: deque[tuple[float, Any]] = deque()
+
+    def late() -> list[Any]:
+        held.extend((time.monotonic() + seconds, event) for event in poll())
+        heard = []
+        while held and held[0][0] <= time.monotonic():
+            heard.append(held.popleft()[1])
+        return heard
+
+    late.prompt = poll  # type: ignore[attr-defined]
+    side.storage.poll = late
+
+
 def answers(found: list[Answer]) -> dict[str, Any]:
     """Answers as JSON."""
     return {
@@ -51,29 +77,69 @@ def answers(found: list[Answer]) -> dict[str, Any]:
     }
 
 
-def main(model: str, extra: str, settings: str) -> None:
-    """Computed; loaded; just after rank 1 lost its tier; when it is back."""
-    ours = Engine(
-        model, blocks=400, extra=json.loads(extra), tensor_parallel_size=2, **json.loads(settings)
-    )
+class Ranks:
+    """An engine of two ranks."""
 
-    def ask() -> dict[str, Any]:
-        assert ours.llm.reset_prefix_cache()
-        return answers(ours.ask(PROMPTS))
+    def __init__(self, model: str, extra: str, settings: str) -> None:
+        options = {"blocks": 400, "tensor_parallel_size": 2, **json.loads(settings)}
+        self.engine = Engine(model, extra=json.loads(extra), **options)
+        self.call = self.engine.llm.collective_rpc
 
-    rounds = [ask()]
-    ranks = [ours.llm.collective_rpc(rank_of_worker)]
-    rounds.append(ask())
-    ranks.append(ours.llm.collective_rpc(rank_of_worker))
-    if "nvme" in extra:
-        ours.llm.collective_rpc(kill_keeper_of_rank_1)
-        rounds.append(ask())
+    def ask(self) -> dict[str, Any]:
+        """A round of prompts, none of which the engine's own cache knows."""
+        assert self.engine.llm.reset_prefix_cache()
+        return answers(self.engine.ask(PROMPTS))
+
+    def ask_until(self, cached_tokens: list[int]) -> dict[str, Any]:
+        """A round that hits so much, after as many as it takes."""
         until = time.monotonic() + RETURN_S
-        rounds.append(ask())
-        while rounds[-1]["cached_tokens"] != rounds[1]["cached_tokens"]:
-            assert time.monotonic() < until, "the tier of rank 1 does not come back"
-            rounds[-1] = ask()
-    ours.llm.llm_engine.engine_core.shutdown()
+        while (found := self.ask())["cached_tokens"] != cached_tokens:
+            assert time.monotonic() < until, f"{found['cached_tokens']} and not {cached_tokens}"
+        return found
+
+    def end(self) -> None:
+        """Waits for what is on its way into the tier."""
+        self.engine.llm.llm_engine.engine_core.shutdown()
+
+
+def of_the_tier(one: Ranks, hits: list[int]) -> dict[str, Any]:
+    """One rank's tier lost, back, slow, slower than loads may be, and quick again."""
+    found = {}
+    one.call(kill_keeper_of_rank_1)
+    found["lost"] = one.ask()
+    found["back"] = one.ask_until(hits)
+    one.call(slow_down_rank_1, args=(0.7, 20.0))
+    found["slow"] = one.ask()
+    one.call(slow_down_rank_1, args=(1.5, 0.5))
+    found["too slow"] = one.ask()
+    one.call(slow_down_rank_1, args=(0.0, 20.0))
+    found["quick again"] = one.ask_until(hits)
+    return found
+
+
+def lose_rank_1(store: Path) -> None:
+    """Delete what one rank stored."""
+    metas = {p: json.loads(p.read_text()) for p in store.glob("*/meta.json")}
+    [lost] = [p.parent for p, meta in metas.items() if meta["rank"] == 1]
+    shutil.rmtree(lost)
+
+
+def main(model: str, extra: str, settings: str, store: str = "") -> None:
+    """Computed; loaded; and, with a store, what `of_the_tier` and a restart without rank 1's."""
+    one = Ranks(model, extra, settings)
+    rounds = {"computed": one.ask()}
+    ranks = [one.call(rank_of_worker)]
+    rounds["loaded"] = one.ask()
+    ranks.append(one.call(rank_of_worker))
+    if store:
+        hits = rounds["loaded"]["cached_tokens"]
+        rounds |= of_the_tier(one, hits)
+        one.end()
+        lose_rank_1(Path(store))
+        one = Ranks(model, extra, settings)
+        rounds["half a restart"] = one.ask()
+        rounds["filled again"] = one.ask_until(hits)
+    one.end()
     print(json.dumps({"rounds": rounds, "ranks": ranks}))
 
 
