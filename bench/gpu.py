@@ -5,7 +5,8 @@ every part on this CPU with small sizes; its numbers mean nothing, and the JSON 
 
 host_copies  rates of copies between device memory and the registered arena, each right beside a
              plain `cudaMemcpyAsync` (torch's `copy_` on `pin_memory`) of the same bytes. Goal: 0.9.
-kernels      gathering and scattering pages against a copy within device memory, by payload.
+kernels      gathering and scattering pages, and summing them (`tierkv.device_sums`), against a copy
+             within device memory, by payload.
 shapes       saves and loads of 64 blocks a group, device to arena and back, every byte compared;
              what launching takes of the caller's thread, and for how long the engine's stream
              stands still before it may go on.
@@ -39,7 +40,7 @@ import numpy as np
 import torch
 
 import tierkv
-from tierkv import registry
+from tierkv import device_sums, registry
 from tierkv.backend import BackendContext, DeviceBatch, DeviceMemory, SupportsDeviceIO
 from tierkv.blocks import Keys, Outcome, slot_bytes
 from tierkv.copier import Copier
@@ -153,13 +154,19 @@ def kernels(bench: Bench, layout: Layout) -> dict[str, Any]:
         torch.zeros(n * slot, dtype=torch.uint8, device=bench.device) for _ in range(2)
     )
 
+    seeds = np.zeros(n, np.uint64)
+
     def plain() -> None:
         other[: part.payload_bytes].copy_(extent[: part.payload_bytes])
+
+    def sums() -> None:
+        device_sums.checksums(part.payloads(extent), seeds)
 
     return {
         "launches": pages.launches[0],
         "gather": bench.beside(lambda: pages.pack(part, extent), plain, part.payload_bytes),
         "scatter": bench.beside(lambda: pages.unpack(part, extent), plain, part.payload_bytes),
+        "checksums": bench.beside(sums, plain, part.payload_bytes),
     }
 
 

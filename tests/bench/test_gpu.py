@@ -40,7 +40,7 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
     assert said.err == "bench.gpu: torch sees no GPU here; write --dry to try the script\n"
 
 
-@pytest.mark.parametrize(("where", "line"), [("cuda", "1 skipped"), ("cpu", "17 passed")])
+@pytest.mark.parametrize(("where", "line"), [("cuda", "1 skipped"), ("cpu", "22 passed")])
 def test_the_tests_of_a_gpu_run_on_a_cpu_and_are_skipped_in_one_line_without_a_gpu(
     where: str, line: str
 ) -> None:

@@ -19,6 +19,7 @@ from tierkv.blocks import slot_bytes
 from tierkv.copier import Copier
 from tierkv.device import Pages
 from tierkv.host import HostArena
+from tierkv.multilinear import checksums
 from tierkv.pinned import Arena
 from tierkv.streams import CudaRegistrar, device_for
 
@@ -111,6 +112,23 @@ def test_blocks_go_out_and_come_back_into_other_pages(rig: Rig) -> None:
     for mine, other in zip(ids, others, strict=False):
         assert rig.block(other) == before[mine]
         assert rig.block(mine) == before[mine]
+
+
+def test_blocks_are_summed_where_they_are(rig: Rig) -> None:
+    ids = list(range(0, BLOCKS, 2))[::-1]
+    groups, out, offsets = rig.rows(ids, gap=8192)
+    seeds = np.arange(len(ids), dtype=np.uint64) << np.uint64(40)
+    copy = rig.copier.save(rig.pages, groups, out, offsets, after=rig.copier.mark(), seeds=seeds)
+    for ts in rig.tensors.values():
+        rig.copier.protect(copy)
+        for t in ts:
+            t.fill_(9)  # the next step
+    copy.end.wait()
+    assert copy.sums is not None
+    nbytes, memory = rig.layout.groups[0].block_bytes, rig.host.memory.numpy()
+    there = [memory[at : at + nbytes] for at in offsets.tolist()]
+    assert copy.sums.checksums().tolist() == checksums(there, seeds).tolist()
+    assert not any((block == 9).all() for block in there)
 
 
 def test_case_082_and_084_a_save_is_of_the_step_before_it_and_not_of_the_one_after(
