@@ -23,6 +23,7 @@ from tierkv.backend import (
     Backend,
     BackendContext,
     BlockBatch,
+    Inspection,
     Outcomes,
     Usage,
     Verification,
@@ -41,6 +42,7 @@ from tierkv_backends.file.directory import (
     no_room,
     on_disk,
 )
+from tierkv_backends.file.inspection import inspect_root_sync
 from tierkv_backends.file.names import Key
 from tierkv_backends.file.verify import verify_store
 
@@ -482,6 +484,11 @@ class FileBackend(Backend):
     async def verify(self, progress: Callable[[int, int], None]) -> Verification:
         """`tierkv.backend.SupportsVerify`: read and prove every block of every owner."""
         return await verify_store(self._root, progress)
+
+    async def inspect(self) -> Inspection:
+        """`tierkv.backend.SupportsInspect`: a root in use can be looked into as well."""
+        asked = (self._root, self._asked_bytes, DEFAULT_SHARE)
+        return await finish(asyncio.to_thread(inspect_root_sync, *asked))
 
 
 def _make_folder_sync(folder: Path) -> None:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator
@@ -66,8 +67,12 @@ class Directory:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = self._lock_sync()
+            with root_lock_sync(self.root):
+                self._lock_fd = self._lock_sync()
             self._describe_sync()
+            for left in self.root.glob(names.TRASH_GLOB):
+                with contextlib.suppress(OSError):  # another user's, say; it counts for nobody
+                    _remove_sync(left)
             self._settle_sync()
             return self._recover_sync()
         except OSError as exc:
@@ -182,30 +187,81 @@ class Directory:
             namespace = names.namespace_of(path.name)
             if namespace is None or namespace == self._context.namespace.hex():
                 continue
-            with _held_sync(path) as mine:
-                if mine:
-                    files = [entry.stat() for _, entry in files_sync(path)]
-                    out.append(
-                        Foreign(
-                            path,
-                            sum(on_disk(s.st_size - RECORD_BYTES) for s in files),
-                            max((s.st_mtime for s in files), default=0.0),
-                        )
-                    )
+            with root_lock_sync(self.root), _held_sync(path) as mine:
+                if not mine:
+                    continue
+            # Not held while it is read, which may take long: whoever owns it may open it.
+            try:
+                files = [entry.stat() for _, entry in files_sync(path)]
+            except FileNotFoundError:  # it has an owner again, or went
+                continue
+            out.append(
+                Foreign(
+                    path,
+                    sum(on_disk(s.st_size - RECORD_BYTES) for s in files),
+                    max((s.st_mtime for s in files), default=0.0),
+                )
+            )
         return sorted(out, key=lambda f: f.mtime)
 
 
 def drop_foreign_sync(foreign: Foreign) -> None:
     """Delete another namespace's directory, unless it has an owner again."""
-    with _held_sync(foreign.path) as mine:
+    path = foreign.path
+    with root_lock_sync(path.parent), _held_sync(path) as mine:
         if not mine:
             return
-        trash = foreign.path.with_name(f"trash-{foreign.path.name}")
-        os.rename(foreign.path, trash)
-        shutil.rmtree(trash)
-    log.warning(
-        "file tier: %s made room, %d bytes of another namespace", foreign.path.name, foreign.nbytes
-    )
+        # A name of its own, because an earlier one may lie there still.
+        trash = path.with_name(f"trash-{path.name}-{secrets.token_hex(4)}")
+        os.rename(path, trash)
+    _remove_sync(trash)
+    log.warning("file tier: %s made room, %d bytes of another namespace", path.name, foreign.nbytes)
+
+
+def _remove_sync(trash: Path) -> None:
+    """Delete a directory that counts no more. Somebody else may be doing the same."""
+    while True:
+        try:
+            shutil.rmtree(trash)
+        except FileNotFoundError:
+            if trash.exists():
+                continue
+        return
+
+
+@contextlib.contextmanager
+def root_lock_sync(root: Path) -> Iterator[None]:
+    """Hold the lock of `root`, for moments: nobody then takes an owner's lock to look for it.
+
+    Not taken where this user may not write: whoever only looks can do without.
+    """
+    try:
+        fd = os.open(root / names.ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as exc:
+        if exc.errno not in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise
+        yield
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def owner_sync(path: Path) -> str:
+    """Who has a directory open, in words; "" for nobody. Under the root's lock."""
+    try:
+        fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(fd, 200, 0).decode(errors="replace") or "another process"
+    finally:
+        os.close(fd)
+    return ""
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 ::
 
     <root>/
+      root-lock       held while somebody looks who owns what
+      trash-kv1-…/    a directory whose removal was cut short; goes at the next open
       kv1-<namespace, 64 hex digits>-r<rank>-d<data-parallel rank>/   one owner each
         lock          held by the owner (flock), says who that is
         about.json    the namespace in words, for people
@@ -29,7 +31,10 @@ MAX_GROUP: Final = 0xFFFF
 SUFFIX: Final = ".kv"
 TEMPORARY: Final = ".tmp"
 
-_OWNER = re.compile(r"kv1-([0-9a-f]{64})-r\d+-d\d+")
+ROOT_LOCK: Final = "root-lock"
+TRASH_GLOB: Final = "trash-kv1-*"
+
+_OWNER = re.compile(r"kv1-([0-9a-f]{64})-r(\d+)-d(\d+)")
 _BLOCK = re.compile(rf"(\d{{1,5}})/([0-9a-f]{{2}})/([0-9a-f]{{{2 * HASH_BYTES}}})\.kv")
 
 
@@ -42,6 +47,12 @@ def namespace_of(owner: str) -> str | None:
     """The namespace in hex of an owner's directory name; None: it is not one of this format."""
     match = _OWNER.fullmatch(owner)
     return match[1] if match else None
+
+
+def owner_parts(owner: str) -> tuple[str, int, int] | None:
+    """Namespace in hex, rank and data-parallel rank of an owner's directory name."""
+    match = _OWNER.fullmatch(owner)
+    return (match[1], int(match[2]), int(match[3])) if match else None
 
 
 def path_of(key: Key) -> str:

@@ -64,19 +64,9 @@ def list_store_sync(root: Path) -> tuple[list[Found], tuple[Skipped, ...]]:
 
     `StoreUnusableError` where `root` cannot be listed or holds no store of this backend.
     """
-    try:
-        stores = sorted(path for path in root.iterdir() if _STORE.match(path.name))
-    except OSError as exc:
-        raise StoreUnusableError(
-            f"file tier {root}: {exc.strerror} ({exc.filename}); name a readable store"
-        ) from exc
-    if not stores:
-        raise StoreUnusableError(
-            f"file tier {root}: this directory holds no file store; name a readable store"
-        )
     found: list[Found] = []
     skipped = []
-    for owner in stores:
+    for owner in stores_sync(root):
         reason = ""
         if names.namespace_of(owner.name) is None:
             reason = "another format"
@@ -90,16 +80,37 @@ def list_store_sync(root: Path) -> tuple[list[Found], tuple[Skipped, ...]]:
     return found, tuple(skipped)
 
 
-def _blocks_sync(owner: Path) -> list[Found]:
+def stores_sync(root: Path) -> list[Path]:
+    """The directories of all owners, other formats included; `StoreUnusableError` without one."""
+    try:
+        stores = sorted(path for path in root.iterdir() if _STORE.match(path.name))
+    except OSError as exc:
+        raise StoreUnusableError(
+            f"file tier {root}: {exc.strerror} ({exc.filename}); name a readable store"
+        ) from exc
+    if not stores:
+        raise StoreUnusableError(
+            f"file tier {root}: this directory holds no file store; name a readable store"
+        )
+    return stores
+
+
+def current_blocks_sync(owner: Path) -> Path | None:
+    """Where an owner's published blocks lie; None: it has none yet."""
     numbers = [
         int(number)
         for path in owner.iterdir()
         if path.name.startswith("blocks-") and (number := path.name[7:]).isdecimal()
     ]
+    return owner / f"blocks-{max(numbers)}" if numbers else None
+
+
+def _blocks_sync(owner: Path) -> list[Found]:
     out: list[Found] = []
-    if not numbers:
+    folder = current_blocks_sync(owner)
+    if folder is None:
         return out
-    for path, entry in files_sync(owner / f"blocks-{max(numbers)}"):
+    for path, entry in files_sync(folder):
         key = names.key_of(path)
         if key is not None:
             with contextlib.suppress(FileNotFoundError):  # its owner gave it up just now
