@@ -118,23 +118,27 @@ def test_case_116_what_one_rank_declines_is_no_hole_but_a_shorter_hit() -> None:
     assert not any(r.failed_recving for r in two.results)
 
 
+@pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("specs", [(full_spec(),), (full_spec(), window_spec())])
 def test_case_116_a_load_that_fails_on_one_rank_has_a_channel_and_is_not_promised_again(
-    specs: tuple[Any, ...],
+    specs: tuple[Any, ...], bad: int
 ) -> None:
     two = TwoRanks(*specs)
     made = request("a1", 100)
     two.compute(made, tuple(TABLE for _ in specs))
     two.forget_pinned()
-    two.storage_of(1).outcomes[made.block_hashes[4]] = Outcome.CORRUPT
+    two.storage_of(bad).outcomes[made.block_hashes[4]] = Outcome.CORRUPT
     assert two.hit("a2") == 96
     two.step()
     assert [r.finished_recving for r in two.results] == [{"a2"}, {"a2"}]
+    assert two.scheduler._stats._own == {"failed_tokens": 96}  # whichever rank reports first
     failed = [w.failed_block_ids() for w in two.workers]
     if len(specs) == 1:
-        assert failed == [set(), {OTHER[4]}]
+        assert failed[bad] == {OTHER[4]}
+        assert failed[1 - bad] == set()
     else:
-        assert [r.failed_recving for r in two.results] == [set(), {"a2"}]
+        assert two.results[bad].failed_recving == {"a2"}
+        assert not two.results[1 - bad].failed_recving
     two.scheduler.finished("a2")
     two.step()
     stats = two.scheduler.ledger.stats()
