@@ -103,7 +103,8 @@ BENCH_DIR ?= /var/tmp
 bench: setup setup-vllm
 	mkdir -p bench/results
 	$(VLLM_BIN)/python -m bench.disk_tier --dir $(BENCH_DIR) \
-		--block-bytes 4KiB,16KiB,64KiB,256KiB,1MiB,4MiB --out bench/results/disk_tier.json
+		--block-bytes 4KiB,16KiB,64KiB,256KiB,1MiB,4MiB --jobs 8,1,2,16 --jobs-at 64KiB \
+		--gil-load both --out bench/results/disk_tier.json
 	$(BIN)/python -m bench.disk_tier --draw bench/results/disk_tier.json \
 		--png bench/results/disk_tier.png
 	$(BIN)/python -m bench.restart --dir $(BENCH_DIR) --json | tee bench/results/restart.json

@@ -109,3 +109,11 @@ def test_importing_tierkv_imports_nothing_else() -> None:
     )
     assert "tierkv.blocks" not in done.stdout
     assert "torch" not in done.stdout
+
+
+def test_finding_unique_values_imports_nothing_more_than_the_core_did() -> None:
+    code = (
+        "import sys, numpy as np, tierkv.blocks; before = set(sys.modules)\n"
+        "np.unique(np.arange(3)); assert set(sys.modules) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
