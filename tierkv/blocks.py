@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.ma  # noqa: F401  `np.unique` imports it when it is first called, 30 ms on the loop
+import numpy.ma  # `np.unique` imports it when it is first called: 30 ms on the loop
 from numpy.typing import NDArray
 
 HASH_BYTES: Final = 32
