@@ -2,11 +2,10 @@
 
 One group, one block per id of the trace. A prompt hits its longest prefix of blocks that are there,
 so a hole ends the hit; what a prompt lacks is stored after it was answered, and of one prompt the
-deepest block leaves first. `Segments` is how the nvme tier is to do it
-(today it gives up whole segments and keeps nothing of them): it appends to segments, gives
-back a whole one where it needs room, and writes again what `tierkv.policy.worth_keeping` says; it
-runs the real function on a real index. Capacities are shares of the footprint, the number of
-distinct blocks of the trace.
+deepest block leaves first. `Segments` does what the nvme tier does: it appends to segments, gives
+back a whole one where it needs room, and first writes again what `tierkv.policy.worth_keeping`
+says; it runs the real function on a real index. Capacities are shares of the footprint, the number
+of distinct blocks of the trace.
 
 The constants of the policy were chosen on the public trace itself, out of about seventy settings,
 and neighboring settings differ by half a percent: its numbers there are no prediction for another
@@ -19,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from tierkv.blocks import HASH_BYTES
 from tierkv.books import BLOCKS_PER_MEMORY
 from tierkv.index import Index, Rows, Tier
 from tierkv.past import Past
+from tierkv_backends.nvme import space
 
 Prompts = Sequence[tuple[int, ...]]
 Hits = Iterator[int]
@@ -148,49 +149,32 @@ def belady(prompts: Prompts, capacity: int) -> Hits:
                 del held[block]
 
 
-class UsedIndex(Index):
-    """An index that counts uses as the ledger does."""
-
-    _COLUMNS = (
-        *(column for column in Index._COLUMNS if column[0] not in ("uses", "gap")),
-        ("uses", np.uint8),
-        ("gap", np.int32),
-    )
-    uses: NDArray[np.uint8]
-    gap: NDArray[np.int32]
-
-    def use(self, hit: Rows, there: Rows, now: int) -> None:
-        """A prompt hit some rows; `there` are all of its rows that are stored."""
-        self.gap[hit] = now - self.tick[hit]
-        self.uses[hit] = np.minimum(self.uses[hit], 254) + 1
-        self.tick[there] = now
-
-
 class Segments:
-    """The nvme tier with `tierkv.policy.worth_keeping`: blocks leave by whole segments.
+    """The nvme tier, whose blocks leave by whole segments (`tierkv_backends.nvme.space`).
 
-    The tier is `segments` segments of equal size, all of them within the capacity, the one that is
-    written and a blank one in reserve included. Where no blank one is left, the segment that was
-    written first is given up: what the policy keeps is written again, at most half of it. One of
-    which the policy keeps more goes to the end of the queue as it is, at most `PASSES` of them in a
-    row; then that of which it keeps least is given up.
+    The tier is `segments` segments of equal size, all of them within the capacity: the one that is
+    written, the one that takes what is written again, and the blank ones in reserve included. One
+    of those there always is; two, where less than half a segment is left for what is written again.
+    Where one is missing, the segment that was sealed first is given up: what
+    `tierkv.policy.worth_keeping` says is written again, at most half of it. One of which the policy
+    keeps more goes to the end of the order as it is, at most `space.PASSES` of them in a row; then
+    that goes of which it keeps least.
+
+    What differs: one lane writes, not up to three, and a block's headers take no space.
     """
 
-    PASSES: Final = 16
-
     def __init__(self, prompts: Prompts, capacity: int, segments: int) -> None:
-        segments = max(3, min(segments, capacity))
+        segments = max(space.LEAST_SEGMENTS, min(segments, capacity))
         self._prompts = prompts
         self.size = max(1, capacity // segments)
-        self.index = UsedIndex(1)
+        self.index = Index(1)
         self.past = Past()
-        self.past.reserve(round(capacity / BLOCKS_PER_MEMORY))
+        self.past.reserve(capacity // BLOCKS_PER_MEMORY)
         self._names: dict[int, bytes] = {}
         self.stored = self.rewritten = 0
         self._sealed: deque[Rows] = deque()
-        self._active: list[Rows] = []
-        self._room = self.size
-        self._blanks = segments - 1
+        self._writes, self._own = _Lane(), _Lane()
+        self._blanks = segments
 
     @property
     def write_amplification(self) -> float:
@@ -206,7 +190,7 @@ class Segments:
             lacking = np.flatnonzero(rows < 0)
             hit = int(lacking[0]) if len(lacking) else len(prompt)
             yield hit
-            index.use(rows[:hit], rows[rows >= 0], now)
+            self._use(rows[:hit], rows[rows >= 0], now)
             if len(lacking):
                 fresh = [names[n] for n in lacking.tolist()]
                 new = index.add_many(np.zeros(len(fresh), np.uint16), fresh)
@@ -214,7 +198,14 @@ class Segments:
                 index.uses[new] = self.past.recall(index.keys_of(new))
                 index.tier[new] = Tier.WRITING
                 self.stored += len(new)
-                self._append(new)
+                self._append(self._writes, new)
+
+    def _use(self, hit: Rows, there: Rows, now: int) -> None:
+        """A prompt hit some rows; `there` are all of its rows that are stored. As the ledger."""
+        index = self.index
+        index.gap[hit] = now - index.tick[hit]
+        index.uses[hit] = np.minimum(index.uses[hit], 254) + 1
+        index.tick[there] = now
 
     def _name(self, block: int) -> bytes:
         name = self._names.get(block)
@@ -223,31 +214,32 @@ class Segments:
             self._names[block] = name
         return name
 
-    def _append(self, rows: Rows) -> None:
+    def _append(self, lane: _Lane, rows: Rows) -> None:
         while len(rows):
-            if not self._room:
-                self._next()
-            part, rows = rows[: self._room], rows[self._room :]
-            self._active.append(part)
-            self._room -= len(part)
+            if not lane.room:
+                self._begin(lane)
+            part, rows = rows[: lane.room], rows[lane.room :]
+            lane.parts.append(part)
+            lane.room -= len(part)
             self.index.tier[part] = Tier.RESIDENT
 
-    def _next(self) -> None:
-        """Seal the active segment, take the blank one, and see that there is another."""
-        self._sealed.append(np.concatenate(self._active))
-        self._active, self._room = [], self.size
+    def _begin(self, lane: _Lane) -> None:
+        """Seal a lane's segment, take a blank one, and see that there is another."""
+        if lane.parts:
+            self._sealed.append(np.concatenate(lane.parts))
+        lane.parts, lane.room = [], self.size
         self._blanks -= 1
-        if not self._blanks:
+        while lane is self._writes and not self._blanks - (self._own.room < self.size // 2) > 0:
             rows, keep = self._victim()
-            self._blanks += 1
             self._give_up(rows[~keep])
             self.rewritten += int(keep.sum())
-            self._append(rows[keep])
+            self._append(self._own, rows[keep])
+            self._blanks += 1
 
     def _victim(self) -> tuple[Rows, NDArray[np.bool_]]:
         """The segment that goes, and what of it is written again."""
         passed: list[tuple[int, Rows, NDArray[np.bool_]]] = []
-        for _ in range(min(self.PASSES, len(self._sealed))):
+        for _ in range(min(space.PASSES, len(self._sealed))):
             rows = self._sealed.popleft()
             keep = policy.worth_keeping(self.index, rows)
             kept = int(keep.sum())
@@ -264,6 +256,14 @@ class Segments:
         self.past.remember(self.index.keys_of(rows), self.index.uses[rows])
         self.index.tier[rows] = Tier.ABSENT
         self.index.reap_all(rows)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A segment that is written: its parts so far, and how many blocks it still takes."""
+
+    parts: list[Rows] = field(default_factory=list)
+    room: int = 0
 
 
 BLOCKWISE: Final = {"fifo": fifo, "lru": lru, "s3-fifo": s3_fifo, "belady": belady}

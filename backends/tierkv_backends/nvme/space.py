@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 ROOM_WAIT_S: Final = 0.25
-"""How long writes wait for a segment that is being given up, counted once from when that began;
-then they are declined. A save is worth less than the slots it keeps busy."""
+"""How long writes wait for a segment that is being given up, counted once from when its last step
+ended; then they are declined. A save is worth less than the slots it keeps busy."""
 
 LEAST_SEGMENTS: Final = 8
 """A store of fewer writes nothing again: a segment for that, and a blank one, would be too much of
@@ -102,6 +102,7 @@ class Space:
         self._worth = worth
         self._refill: asyncio.Task[bool] | None = None
         self._wait_until_s = 0.0
+        self._progress = 0
         self._idle = asyncio.Event()
         self._full = False  # a write found that no segment can be made
 
@@ -234,20 +235,16 @@ class Space:
             if self._usable(lane) is not None or await finish(self._grow()):
                 return True
             self._full = True
-            before = self._given_up
             refill = self._start_refill()
+            before = self._progress
             left_s = self._wait_until_s - asyncio.get_running_loop().time()
             await asyncio.wait([refill], timeout=max(left_s, 0.0))
             if self._usable(lane) is not None:
                 return True
             made = refill.done() and not refill.cancelled() and refill.exception() is None
-            if not (made and refill.result()) and self._given_up == before:
+            if not (made and refill.result()) and self._progress == before:
                 return False
             # Another lane was faster, or the quota has room for a new one now.
-
-    @property
-    def _given_up(self) -> int:
-        return self._counters.segments_recycled + self._counters.segments_deleted
 
     def _usable(self, lane: Lane) -> Segment | None:
         """A blank segment for a lane; others leave one to `own` where that needs it next."""
@@ -292,13 +289,15 @@ class Space:
 
     def _start_refill(self) -> asyncio.Task[bool]:
         if self._refill is None or self._refill.done():
-            self._restart_wait()
+            self._advance()
             work = self._make_spare()
             self._refill = asyncio.get_running_loop().create_task(work, name="nvme-refill")
             self._refill.add_done_callback(self._refilled)
         return self._refill
 
-    def _restart_wait(self) -> None:
+    def _advance(self) -> None:
+        """A step towards a spare is done: who waits for one waits on."""
+        self._progress += 1
         self._wait_until_s = asyncio.get_running_loop().time() + ROOM_WAIT_S
 
     def _refilled(self, task: asyncio.Task[bool]) -> None:
@@ -324,7 +323,6 @@ class Space:
             if not await self._give_up_one(keep=given_up < IN_A_ROW):
                 return False
             given_up += 1
-            self._restart_wait()
         return True
 
     async def _give_up_one(self, *, keep: bool) -> bool:
@@ -339,6 +337,7 @@ class Space:
         use = victim.generation
         if self.rewrite is not None and len(kept):
             await self.rewrite(victim, kept)
+            self._advance()
         if not self._is_sealed(victim, use):  # cleared or lost meanwhile
             return True
         victim.state = State.RETIRING
@@ -351,6 +350,7 @@ class Space:
             victim.state = State.SEALED
             raise
         await finish(self._recycle(victim))
+        self._advance()
         return True
 
     async def _choose(self, *, keep: bool) -> tuple[Segment, Keys] | None:
@@ -369,6 +369,7 @@ class Space:
                 return victim, NO_KEYS
             use, keys = victim.generation, self._table.keys_of(victim)
             kept = keys.take(await self._worth(keys))
+            self._advance()
             if not self._is_sealed(victim, use):
                 continue
             nbytes = int(self._table.lengths(kept).sum())

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from tierkv_backends.nvme.direct import aligned_buffer
 from tierkv_backends.nvme.engine import Memory
 from tierkv_backends.nvme.files import MAX_VECTORS, Files, write_all_sync
 from tierkv_backends.nvme.format import (
-    ENTRY_BYTES,
     PAGE,
     ROW_DTYPE,
     ExtentHeader,
@@ -136,15 +135,20 @@ def plan_extents(padded: NDArray[np.int64], segment: Segment, limit: int) -> lis
     while first < len(padded) and len(extents) < limit:
         n = int(np.searchsorted(ends, before + EXTENT_BYTES, "right")) - first
         n = min(max(n, 1), EXTENT_BLOCKS)
-        room = segment.room(first, end=start)
         taken = partial(_extent_bytes, ends, first, before)
-        n = bisect_right(range(1, n + 1), room, key=lambda n: taken(n) + n * ENTRY_BYTES)
+        over = partial(_over, segment, start, first, taken)
+        n = bisect_right(range(1, n + 1), 0, key=over)
         if not n:
             break
         nbytes = taken(n)
         extents.append(Extent(start, nbytes, first, first + n))
         start, first, before = start + nbytes, first + n, int(ends[first + n - 1])
     return extents
+
+
+def _over(segment: Segment, start: int, first: int, taken: Callable[[int], int], n: int) -> int:
+    """Bytes by which n blocks from `first` on do not fit behind `start`; 0 or less: they do."""
+    return taken(n) - segment.room(first + n, end=start)
 
 
 def _extent_bytes(ends: NDArray[np.int64], first: int, before: int, n: int) -> int:

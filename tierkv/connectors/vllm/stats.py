@@ -83,6 +83,9 @@ COUNTERS: Final = {
     "degradations": "times the tier was left alone for a while after failures",
     "unforeseen_errors": "errors of a backend that its interface does not name",
     "rotations": "times everything was made void",
+    "tier_blocks_reinserted": "blocks that the tier wrote again instead of giving them up",
+    "tier_bytes_reinserted": "bytes that the tier wrote again instead of giving them up",
+    "tier_bytes_written": "bytes that went to media: payload, headers, and what was written again",
 }
 """Monotonic; name → what it counts. The unit is in the name."""
 
@@ -97,6 +100,7 @@ _OF_A_RANK: Final = {
     "keeper_alive": "1 while the keeper runs and has its tier open",
     "tier_physical_bytes": "bytes that the tier takes, padding and headers included",
     "tier_capacity_bytes": "bytes that the tier may take; 0: no quota",
+    "tier_write_amplification": "bytes written to media for each byte saved, since the tier opened",
 }
 
 GAUGES: Final = {
@@ -287,6 +291,9 @@ _OF_STORAGE: Final = (
     "throttled_batches",
     "degradations",
     "unforeseen_errors",
+    "tier_blocks_reinserted",
+    "tier_bytes_reinserted",
+    "tier_bytes_written",
 )
 """Counters of the storage half. A new keeper counts from 0 again, which is not reported."""
 
