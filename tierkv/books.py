@@ -182,6 +182,8 @@ class Books:
         self.room = Room(self.index, layout.block_bytes, arena_bytes)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.commands: list[Command] = []
+        self._block_bytes = layout.block_bytes
+        self._block_tokens = tuple(g.block_tokens for g in layout.groups)
         self._payload: NDArray[np.int64] = np.array(layout.block_bytes, np.int64)
         self.census = Census(self.index, self._payload)
         self.past = Past()
@@ -244,28 +246,25 @@ class Books:
             uses[mine] = self.past.recall(keys.take(mine), chained=chained)
         return uses
 
-    def payload_bytes(self, rows: Rows) -> int:
-        """Real bytes of these rows' blocks together."""
-        return int(self._payload[self.index.group[rows]].sum())
+    def count(self, what: str, rows: Rows, *, tokens: bool = False) -> None:
+        """Add rows to the counters `<what>_blocks`, `<what>_bytes` and, if asked, `<what>_tokens`.
 
-    def count(self, what: str, rows: Rows) -> None:
-        """Add rows to the counters `<what>_blocks` and `<what>_bytes`."""
-        self.counters[f"{what}_blocks"] += len(rows)
-        self.counters[f"{what}_bytes"] += self.payload_bytes(rows)
-
-    def count_tokens(self, what: str, rows: Rows) -> None:
-        """Add what rows cover to the counter `<what>_tokens`."""
-        groups = np.bincount(self.index.group[rows], minlength=len(self.layout.groups))
-        self.counters[f"{what}_tokens"] += self.tokens_of(groups.tolist())
+        Tokens are what the blocks cover.
+        """
+        by_group = np.bincount(self.index.group[rows]).tolist()
+        counters, nbytes = self.counters, self._block_bytes
+        counters[f"{what}_blocks"] += len(rows)
+        counters[f"{what}_bytes"] += sum(map(operator.mul, by_group, nbytes))
+        if tokens:
+            counters[f"{what}_tokens"] += self.tokens_of(by_group)
 
     def tokens_of(self, blocks_by_group: Sequence[int]) -> int:
         """Tokens that so many blocks of each group cover, each group counted for itself."""
-        sizes = (g.block_tokens for g in self.layout.groups)
-        return sum(map(operator.mul, blocks_by_group, sizes))
+        return sum(map(operator.mul, blocks_by_group, self._block_tokens))
 
     def count_skipped(self, blocks_by_group: Sequence[int]) -> None:
         """Add blocks that no hit can reach, one number a group, to the counters."""
-        nbytes = self.layout.block_bytes
+        nbytes = self._block_bytes
         self.counters["skipped_blocks"] += sum(blocks_by_group)
         self.counters["skipped_tokens"] += self.tokens_of(blocks_by_group)
         self.counters["skipped_bytes"] += sum(map(operator.mul, blocks_by_group, nbytes))

@@ -175,8 +175,7 @@ class Flights:
         index.tier[rows] = _STORED if tier_is_up else Tier.SUSPENDED
         if tier_is_up:
             index.tell(rows, in_tier=True)
-        books.count("stored", rows)
-        books.count_tokens("stored", rows)
+        books.count("stored", rows, tokens=True)
 
     def _settle_load(self, flight: _Flight) -> None:
         books, index, rows = self._books, self._books.index, flight.rows

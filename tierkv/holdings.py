@@ -46,8 +46,7 @@ class Holdings:
         index.tier[resident] = Tier.ABSENT
         books.remember(resident)
         index.tell(resident, in_tier=True, gone=True)
-        books.count("evicted_tier", resident)
-        books.count_tokens("evicted_tier", resident)
+        books.count("evicted_tier", resident, tokens=True)
         for other in range(books.ranks):
             if other != rank:
                 books.order_delete(index.keys_of(resident), other)

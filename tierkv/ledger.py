@@ -467,10 +467,15 @@ class Ledger:
         if not count:
             return None
         taken, rows = wanted.take(slice(count)), plan.rows[:count]
+        names = plan.names[:count]
         new = rows < 0
-        names = list(itertools.compress(plan.names, new.tolist()))
-        rows[new] = index.add_many(taken.groups[new], names)
-        index.uses[rows[new]] = books.recall(taken.groups[new], names)
+        if new.all():
+            rows = index.add_many(taken.groups, names)
+            index.uses[rows] = books.recall(taken.groups, names)
+        else:
+            fresh = list(itertools.compress(names, new.tolist()))
+            rows[new] = index.add_many(taken.groups[new], fresh)
+            index.uses[rows[new]] = books.recall(taken.groups[new], fresh)
         index.depth[rows] = planner.ends(self.layout, taken)
         index.offset[rows] = offsets
         index.pinned[rows] = _FILLING
@@ -480,7 +485,7 @@ class Ledger:
         move = planned_move(
             books.new_id(),
             MoveKind.SAVE,
-            Keys(taken.groups, b"".join(plan.names[:count])),
+            Keys(taken.groups, b"".join(names)),
             offsets=offsets,
             block_ids=plan.page_ids[:count],
             epoch=books.epoch,

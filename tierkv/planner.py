@@ -341,13 +341,17 @@ class _Tables:
         fresh = [_from(ranges, start) for ranges, start in zip(kept, next_block, strict=True)]
         ends = [int(n[-1]) + 1 if len(n) else b for n, b in zip(fresh, next_block, strict=True)]
         skipped = (e - b - len(n) for n, e, b in zip(fresh, ends, next_block, strict=True))
-        last_state = progress.last_state
-        if produced is not None and len(produced):
-            last_state = int(produced[-1])
-        progress = replace(
-            progress, planned_tokens=ready, next_block=tuple(ends), last_state=last_state
+        states = [] if produced is None else produced.tolist()
+        planned = SaveProgress(
+            planned_tokens=ready,
+            next_block=tuple(ends),
+            end_tokens=progress.end_tokens,
+            junctions=progress.junctions,
+            last_state=states[-1] if states else progress.last_state,
+            waiting=progress.waiting,
+            declined=progress.declined,
         )
-        return progress, Chosen.of(fresh), tuple(skipped)
+        return planned, Chosen.of(fresh), tuple(skipped)
 
     def kept(self, rows: Rows) -> NDArray[np.bool_]:
         """Which of these rows (-1: none) are kept or being kept."""
@@ -359,13 +363,23 @@ class _Tables:
 
     def has_page(self, group: int, blocks: Blocks) -> NDArray[np.bool_]:
         """Whether the engine has a page for each block now."""
-        return self.pages(group, blocks)[0]
+        return self.pages(group, blocks, run=_is_run(blocks))[0]
 
-    def pages(self, group: int, blocks: Blocks) -> tuple[NDArray[np.bool_], Sequence[int | None]]:
-        """Whether the engine has a page for each block now, and the ids of those that have."""
+    def pages(
+        self, group: int, blocks: Blocks, *, run: bool
+    ) -> tuple[NDArray[np.bool_], Sequence[int | None]]:
+        """Whether the engine has a page for each block now, and the ids of those that have.
+
+        run: whether the blocks are consecutive.
+        """
         table, null = self.block_ids[group], self.null_block_id
-        there = blocks < len(table)
-        ids = _entries(table, blocks if there.all() else blocks[there])
+        if run:
+            first = int(blocks[0])
+            ids = table[first : first + len(blocks)]
+            there = np.arange(len(blocks)) < len(ids)
+        else:
+            there = blocks < len(table)
+            ids = list(map(table.__getitem__, blocks[there].tolist()))
         if null in ids or None in ids:
             some = [i is not None and i != null for i in ids]
             there[there] = some
@@ -434,13 +448,15 @@ class _Tables:
         ids: list[int | None] = []
         names: list[bytes] = []
         for g, blocks in candidates.by_group():
-            named = self.stock.names(g, blocks, run=_is_run(blocks))
+            run = _is_run(blocks)
+            named = self.stock.names(g, blocks, run=run)
             rows = self.stock.rows_of(g, named)
             if rows.max() >= 0:
                 there = self.kept(rows)
                 kept.append(rows[there])
                 blocks, rows, named = _pick(~there, blocks, rows, named)
-            has_page, entries = self.pages(g, blocks)
+                run = _is_run(blocks)
+            has_page, entries = self.pages(g, blocks, run=run)
             if not has_page.all():
                 blocks, rows, named = _pick(has_page, blocks, rows, named)
             groups.append(np.full(len(blocks), g, np.uint16))
@@ -452,7 +468,7 @@ class _Tables:
             return _nothing(progress, skipped)
         pages, rows = np.array(ids, np.int32), _joined(rows_of)
         wanted = Chosen(_joined(groups), _joined(blocks_of))
-        if len(groups) > 1 or not _is_run(wanted.blocks):
+        if len(groups) > 1 or not run:  # a run, and part of it, is in order as it is
             order = ends(self.layout, wanted).argsort(kind="stable")
             wanted, pages, rows = wanted.take(order), pages[order], rows[order]
             names = [names[i] for i in order.tolist()]
