@@ -77,12 +77,12 @@ def rows(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def show(report: dict[str, Any]) -> None:
     """The table for people."""
-    console = Console(width=max(Console().width, 140))
+    console = Console(width=max(Console().width, 168))
     for run in report["runs"]:
         title = f"{run['block_bytes'] >> 10} KiB blocks, {run['jobs']} jobs side by side"
         title += BESIDE if report["gil_load"] == "on" else ""
         table = Table(title=title, title_justify="left")
-        table.add_column("engine")
+        table.add_column("engine", no_wrap=True)
         for kind in ("write", "read", "mixed"):
             table.add_column(f"{kind}\nGB/s", justify="right")
             table.add_column("blocks/s", justify="right")
@@ -197,4 +197,4 @@ def show_verdict(judged: list[dict[str, Any]]) -> None:
         met = {True: "yes", False: "NO", None: "-"}[one["met"]]
         row = (size, one["engine"], one["kind"], one["goal"], f"{one['found']:.3f}", met)
         table.add_row(*row)
-    Console(width=max(Console().width, 140)).print(table)
+    Console(width=max(Console().width, 168)).print(table)
