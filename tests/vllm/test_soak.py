@@ -32,8 +32,8 @@ def test_a_run_whose_loaded_bytes_are_zeroed_finds_wrong_outputs_and_fails(tmp_p
     out = tmp_path / "found.json"
     words = "--seconds 6 --restarts 0 --prompts 8 --rate 0 --model tinyllama --sabotage --seed 1"
     ended = run("-m", "soak", *words.split(), "--out", str(out))
-    found = json.loads(out.read_text())
     assert ended.returncode == 1, ended.stderr
+    found = json.loads(out.read_text())
     assert found["wrong_outputs"] > 0
     assert not found["ok"]
     assert not found["leaks"]
