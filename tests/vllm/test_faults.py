@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engines import ROUND, Engine, References, engine, prompt
+from stores import fill, filled, nvme
 from test_engine import same
-from test_restart import fill, nvme
 
 from tierkv.blocks import Move, MoveKind
 
@@ -26,22 +25,10 @@ def segments(store: Path) -> list[Path]:
     return sorted(store.glob("*/seg-*"))
 
 
-def a_block_of_the_first_prompt(model: str, store: Path) -> bytes:
-    """Fill the store and return the bytes of a block that every hit of the first prompt needs."""
-    with engine(model, extra=nvme(store)) as ours:
-        worker, seen = ours.worker_side, []
-        gather = worker._pages.gather
-        full = len(worker._layout.groups) - 1  # the full-attention group is the last one
-
-        def spy(groups: Any, block_ids: Any, arena: Any, offsets: Any) -> None:
-            gather(groups, block_ids, arena, offsets)
-            start = int(offsets[groups == full][3])
-            seen.append(arena[start : start + worker._layout.groups[full].block_bytes].clone())
-
-        worker._pages.gather = spy
-        ours.ask(ROUND)
-        ours.settle()
-    return bytes(seen[0].numpy())
+def filled_and_found(model: str, store: Path) -> tuple[Path, int]:
+    """Fill the store; the segment that holds a block which every hit needs, and where."""
+    fill(model, store)
+    return place_of(filled(model).needed, store)
 
 
 def place_of(block: bytes, store: Path) -> tuple[Path, int]:
@@ -56,7 +43,7 @@ def place_of(block: bytes, store: Path) -> tuple[Path, int]:
 def test_a_flipped_byte_in_a_segment_is_recomputed(
     model: str, store: Path, references: References, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, at = place_of(a_block_of_the_first_prompt(model, store), store)
+    path, at = filled_and_found(model, store)
     with engine(model, extra=nvme(store)) as ours:
         with path.open("r+b") as segment:
             segment.seek(at + 1000)
@@ -75,7 +62,7 @@ def test_a_flipped_byte_in_a_segment_is_recomputed(
 def test_a_truncated_segment_is_recomputed(
     model: str, store: Path, references: References, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, at = place_of(a_block_of_the_first_prompt(model, store), store)
+    path, at = filled_and_found(model, store)
     with engine(model, extra=nvme(store)) as ours:
         os.truncate(path, at + 4096)
         answers = ours.ask(ROUND)
@@ -91,7 +78,7 @@ def test_a_truncated_segment_is_recomputed(
 def test_a_deleted_segment_is_recomputed(
     model: str, when: str, store: Path, references: References, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, _ = place_of(a_block_of_the_first_prompt(model, store), store)
+    path, _ = filled_and_found(model, store)
     if when == "before the start":
         path.unlink()
     with engine(model, extra=nvme(store)) as ours:

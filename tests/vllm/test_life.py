@@ -18,8 +18,8 @@ from engines import (
     prompt,
     sampling,
 )
+from stores import nvme
 from test_load import NOISE, ask_together, count_preemptions
-from test_restart import nvme
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256

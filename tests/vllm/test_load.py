@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from engines import Engine, engine, prompt, sampling
-from test_restart import nvme
+from stores import nvme
 
 NOISE = 1e-3
 

@@ -11,37 +11,16 @@ from typing import Any
 
 import pytest
 from engines import ENVIRONMENT, HERE, ROUND, Answer, References, corrupt_loads, engine
+from stores import fill, nvme
 from test_engine import GROUPS, planned_bytes, same
 
-
-def nvme(store: Path) -> dict[str, Any]:
-    return {"url": f"nvme://{store}?capacity=256MiB&segment=8MiB"}
+Job = tuple[str, dict[str, Any], int | None]
 
 
-def fill(model: str, store: Path) -> None:
-    with engine(model, extra=nvme(store)) as ours:
-        ours.ask(ROUND)
-        ours.settle()
-        assert ours.counters["stored_bytes"] > 0
-
-
-def one_round_command(
-    model: str, extra: dict[str, Any], *more: str
-) -> tuple[list[str], dict[str, str]]:
-    """How another process runs one round, and its environment."""
+def one_round_command(*jobs: Job) -> tuple[list[str], dict[str, str]]:
+    """How another process runs a round in each of these engines, and its environment."""
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{HERE}:{HERE / 'plugin'}"}
-    return [sys.executable, "-m", "one_round", model, json.dumps(extra), *more], environment
-
-
-def one_round(model: str, store: Path, *more: str) -> dict[str, Any]:
-    """What another process answers over this store."""
-    command, environment = one_round_command(model, nvme(store), *more)
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return [sys.executable, "-m", "one_round", json.dumps(jobs)], environment
 
 
 def test_a_second_engine_loads_from_nvme_with_the_same_output(
@@ -78,23 +57,50 @@ def answers_of(found: dict[str, Any]) -> list[Answer]:
     return [Answer(tuple(tokens), tuple(logprobs), n) for tokens, logprobs, n in columns]
 
 
+WHOLE = [("tinyllama", None), ("tinygemma3", None)]
+TWINS = [("tinyllama", 0), ("tinygemma3", 1)]
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | None], Any]:
+    """What another process answers over stores of its own, by model and corrupted group.
+
+    One process for all: to import the engine takes longer than all that is asked of it.
+    """
+    jobs: list[Job] = []
+    for model, group in WHOLE + TWINS:
+        store = tmp_path_factory.mktemp("elsewhere") / "store"
+        fill(model, store)
+        jobs.append((model, nvme(store), group))
+    command, environment = one_round_command(*jobs)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(WHOLE + TWINS, found, strict=True))
+
+
+@pytest.mark.timeout(420)
 def test_a_new_process_loads_from_nvme_with_the_same_output(
-    model: str, store: Path, references: References
+    model: str, elsewhere: dict[tuple[str, int | None], Any], references: References
 ) -> None:
-    fill(model, store)
-    found = one_round(model, store)
+    found = elsewhere[model, None]
     plain, cached = references[model]
     assert all(a.same_output(b) for a, b in zip(answers_of(found), plain, strict=True))
     assert found["cached_tokens"] == [a.cached_tokens for a in cached]
     assert found["loaded_bytes"] == found["copied_in_bytes"] > 0
 
 
-@pytest.mark.parametrize(("tiny", "group"), [("tinyllama", 0), ("tinygemma3", 1)])
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(("tiny", "group"), TWINS)
 def test_twin_of_the_new_process_sees_one_corrupted_group(
-    tiny: str, group: int, store: Path, references: References
+    tiny: str,
+    group: int,
+    elsewhere: dict[tuple[str, int | None], Any],
+    references: References,
 ) -> None:
-    fill(tiny, store)
-    found = one_round(tiny, store, str(group))
+    found = elsewhere[tiny, group]
     plain, cached = references[tiny]
     assert found["cached_tokens"] == [a.cached_tokens for a in cached]
     assert not any(a.same_logprobs(b) for a, b in zip(answers_of(found), plain, strict=True))

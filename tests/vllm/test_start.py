@@ -18,8 +18,10 @@ from tierkv.connectors.vllm.options import Options
 from tierkv.connectors.vllm.version import check_settings, check_version
 from tierkv.device import Pages
 from tierkv.errors import BackendNotFoundError, ConfigError, StoreBusyError
+from tierkv.keeper import KeeperClient
 from tierkv.layout import GroupKind
 from tierkv.namespace import Namespace
+from tierkv.pinned import Arena
 
 # Options, version, settings. ---------------------------------------------------------------------
 
@@ -311,16 +313,21 @@ def test_a_wrong_scheme_ends_the_engines_start_with_one_line(store: Path) -> Non
 
 
 def test_a_store_in_use_ends_the_second_engines_start_with_its_owner(store: Path) -> None:
-    import subprocess
-
     from engines import engine
-    from test_restart import nvme, one_round_command
+    from stores import nvme
 
-    with engine("tinyllama", extra=nvme(store)):
-        command, environment = one_round_command("tinyllama", nvme(store))
-        second = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=150, check=False
-        )
-    assert second.returncode != 0
-    assert StoreBusyError.__name__ in second.stderr
-    assert "\n" not in second.stderr.rsplit(StoreBusyError.__name__, 1)[1].strip()
+    with engine("tinyllama", extra=nvme(store)) as first:
+        config = first.worker_side.storage._config
+    # What holds the store of an engine is its keeper, a process of its own: one without an engine.
+    with Arena.create(config.arena_bytes) as arena:
+        keeper = KeeperClient(config, arena)
+        try:
+            keeper.wait_open(60)
+            with (
+                pytest.raises(StoreBusyError, match=f"in use by .*{keeper.pid}") as told,
+                engine("tinyllama", extra=nvme(store)),
+            ):
+                pass
+        finally:
+            keeper.close(deadline_s=1)
+    assert "\n" not in str(told.value)
