@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
 import tierkv
@@ -284,21 +283,16 @@ async def test_cancelled_in_mid_copy_the_caller_waits_until_its_pages_are_left_a
     await stored(one)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     entered, go_on = threading.Event(), threading.Event()
-    copy = Jobs.copy
+    launch = Jobs._launch_sync
 
-    async def slow_copy(
-        self: Jobs, job: Any, copy_pages: Any, move: Any, rows: np.ndarray[Any, Any]
-    ) -> bool:
-        def held_sync(*arguments: Any) -> Any:
-            entered.set()
-            assert go_on.wait(30)
-            return copy_pages(*arguments)
-
-        return await copy(self, job, held_sync, move, rows)
+    def slow_launch(self: Jobs, *arguments: Any) -> Any:
+        entered.set()
+        assert go_on.wait(30)
+        return launch(self, *arguments)
 
     async with open_cache("shelf://") as cache:
         hit = await cache.lookup(PROMPT)
-        monkeypatch.setattr(Jobs, "copy", slow_copy)
+        monkeypatch.setattr(Jobs, "_launch_sync", slow_launch)
         task = asyncio.ensure_future(
             cache.load(hit, two.pages, tables())
             if what == "load"
