@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,7 +242,8 @@ def _write_at_once_sync(
     """Header and payload in one call. After an error there is no header, or `done.torn` is set."""
     done.torn = True
     try:
-        done.nbytes += write_all_sync(fd, [head, *payload], start)  # type: ignore[list-item]
+        extent: list[Any] = [head, *payload]  # in order, so none of it is a GPU's
+        done.nbytes += write_all_sync(fd, extent, start)
     except OSError as exc:
         if exc.errno != errno.EINVAL:  # then it is tried again, as a whole, without direct I/O
             head[:PAGE] = bytes(PAGE)
