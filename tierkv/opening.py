@@ -59,13 +59,10 @@ def open(
     """
     if not isinstance(url, str):
         raise ConfigError(f'url is {url!r}; write a tier URL as a str, or "" for pinned RAM alone')
-    if isolation not in ("thread", "process"):
-        raise ConfigError(f"isolation {isolation!r}: write thread or process")
-    if isolation == "process" and not url:
-        raise ConfigError('isolation "process" has nothing to isolate: there is no storage tier')
+    _check_isolation(isolation, url)
     _check_ranks(rank=rank, data_parallel_rank=data_parallel_rank)
     _check_seconds(read_timeout_s=read_timeout_s, write_timeout_s=write_timeout_s)
-    layout = _layout(layout)
+    layout, sums = _layout(layout), _flag(device_checksums)
     namespace = _namespace(namespace, layout)
     config = StorageConfig(
         url=url,
@@ -79,7 +76,6 @@ def open(
         write_timeout_s=write_timeout_s,
         codec=parse_codec(codec, url, "codec"),
     )
-    sums = _flag(device_checksums)
     return Cache(layout, config, Policy.parse(policy), isolation=isolation, device_checksums=sums)
 
 
@@ -99,6 +95,13 @@ def _namespace(given: object, layout: Layout) -> Namespace:
     if isinstance(given, str):
         return Namespace.of_text(given, layout)
     raise ConfigError(f"namespace is {given!r}; write a Namespace, or model@revision as a str")
+
+
+def _check_isolation(isolation: object, url: str) -> None:
+    if isolation not in ("thread", "process"):
+        raise ConfigError(f"isolation {isolation!r}: write thread or process")
+    if isolation == "process" and not url:
+        raise ConfigError('isolation "process" has nothing to isolate: there is no storage tier')
 
 
 def _flag(given: object) -> bool:
