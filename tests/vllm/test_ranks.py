@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engines import ENVIRONMENT, HERE
-from test_restart import nvme
+from stores import nvme
 
 HITS = [480, 480, 480]
 
