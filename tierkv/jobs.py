@@ -13,6 +13,7 @@ import operator
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -179,7 +180,8 @@ def _take_note(task: asyncio.Task[Any]) -> None:
 
 async def create_arena(nbytes: int) -> Arena:
     """`Arena.create` in a thread. If cancelled: it is closed again as soon as it is there."""
-    making = asyncio.get_running_loop().run_in_executor(None, Arena.create, nbytes)
+    create = partial(Arena.create, nbytes, prefault=True)
+    making = asyncio.get_running_loop().run_in_executor(None, create)
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:

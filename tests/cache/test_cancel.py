@@ -250,8 +250,8 @@ async def test_an_open_cancelled_anywhere_leaves_nothing_open(
     made = []
     create = tierkv.cache.Arena.create
 
-    def remember(nbytes: int) -> Any:
-        made.append(create(nbytes))
+    def remember(nbytes: int, *, prefault: bool) -> Any:
+        made.append(create(nbytes, prefault=prefault))
         return made[-1]
 
     monkeypatch.setattr(tierkv.cache.Arena, "create", remember)

@@ -53,6 +53,28 @@ def test_prefault_takes_the_memory_at_once() -> None:
         assert os.fstat(taken.fd).st_blocks * 512 == MIB
 
 
+@pytest.mark.parametrize("nbytes", [4 * MIB, 5 * MIB + 4096, 64 * MIB])
+def test_an_arena_lies_where_huge_pages_can_and_all_of_it_is_there_and_zero(nbytes: int) -> None:
+    with (
+        Arena.create(nbytes, prefault=True) as ours,
+        Arena.attach(os.dup(ours.fd), nbytes) as their,
+    ):
+        assert os.fstat(ours.fd).st_blocks * 512 == nbytes
+        for arena in (ours, their):
+            bytes_of = np.frombuffer(arena.view, np.uint8)
+            assert bytes_of.ctypes.data % pinned.HUGE_PAGE == 0
+            assert not bytes_of.any()
+            del bytes_of
+
+
+def test_without_huge_pages_the_memory_is_taken_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pinned, "_MADV_COLLAPSE", 9999)  # a kernel that does not know it
+    with Arena.create(5 * MIB, prefault=True) as arena:
+        assert os.fstat(arena.fd).st_blocks * 512 == 5 * MIB
+
+
 @pytest.mark.parametrize("nbytes", [0, -4096, 100, 4097])
 def test_a_size_that_is_not_whole_pages_is_refused(nbytes: int) -> None:
     with pytest.raises(CapacityError, match=f"{nbytes} bytes is not a multiple of 4096"):

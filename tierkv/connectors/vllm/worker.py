@@ -128,7 +128,7 @@ class WorkerSide:
         self._pages = pages
         self._rank = config.rank
         self._block_bytes = np.array(layout.block_bytes, np.int64)
-        self._arena = Arena.create(config.arena_bytes)
+        self._arena = Arena.create(config.arena_bytes, prefault=True)
         self._host = HostArena(self._arena, layout.block_bytes)
         self._storage = start_storage(config, self._arena)
         self._copier = Copier(
