@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from tierkv.blocks import HASH_BYTES, Keys
+from tierkv.blocks import Keys
 from tierkv.record import Records, blank, verify_sync
 from tierkv_backends.nvme.files import (
     close_fd_sync,
@@ -131,11 +133,22 @@ class Recovered:
     from_snapshot: bool = False
 
 
-def recover_sync(directory: Path, meta: Meta, *, prove: bool = False) -> Recovered:
+class Last(enum.Enum):
+    """What to make of a segment's last extent, which may not all have reached the disk."""
+
+    AS_LISTED = "as listed"
+    """Its payload is not read."""
+    UNCUT = "uncut"
+    """Without the end that a kill cut off: all up to the last block that proves right."""
+    PROVEN = "proven"
+    """Only blocks that prove right; power that failed may leave out any part of a write."""
+
+
+def recover_sync(directory: Path, meta: Meta, *, last: Last = Last.AS_LISTED) -> Recovered:
     """Read what `directory` holds of the epoch that `meta` names.
 
-    No payload is read; with `prove` that of one extent for each segment that was being written,
-    to leave out blocks that a kill kept from reaching the disk.
+    No payload is read but that of one extent for each segment that was being written, where `last`
+    asks for it.
     """
     found = Recovered()
     snapshot = _snapshot_sync(directory, meta)
@@ -143,7 +156,7 @@ def recover_sync(directory: Path, meta: Meta, *, prove: bool = False) -> Recover
     order = {number: i for i, number in enumerate(known)}
     for path in segment_paths_sync(directory):
         try:
-            segment = _segment_sync(path, meta, known if snapshot else None, prove)
+            segment = _segment_sync(path, meta, known if snapshot else None, last)
         except OSError as exc:
             log.warning("nvme: %s cannot be read at open: %s", path, exc)
             found.unreadable.append(path)
@@ -180,7 +193,7 @@ def _snapshot_sync(directory: Path, meta: Meta) -> Snapshot | None:
 
 
 def _segment_sync(
-    path: Path, meta: Meta, known: dict[int, SnapshotSegment] | None, prove: bool
+    path: Path, meta: Meta, known: dict[int, SnapshotSegment] | None, last: Last
 ) -> Found | None:
     number = number_of(path)
     if number is None:
@@ -199,7 +212,7 @@ def _segment_sync(
     if known is not None:
         _take_snapshot(found, header, known.get(number))
     elif not _take_footer_sync(found, header):
-        _take_chain_sync(found, header, prove)
+        _take_chain_sync(found, header, last)
     _drop_out_of_range(found)
     return found
 
@@ -230,7 +243,7 @@ def _take_footer_sync(found: Found, header: SegmentHeader) -> bool:
     return True
 
 
-def _take_chain_sync(found: Found, header: SegmentHeader, prove: bool) -> None:
+def _take_chain_sync(found: Found, header: SegmentHeader, last: Last) -> None:
     found.link = header.root
     hashes, rows = [], []
     fd = open_quiet_sync(found.path)
@@ -241,11 +254,14 @@ def _take_chain_sync(found: Found, header: SegmentHeader, prove: bool) -> None:
             rows.append(some_rows)
             found.end, found.link = extent.start + extent.nbytes, link
             found.sequence = extent.sequence
-        if prove and rows:
-            whole = _whole_sync(fd, hashes[-1], rows[-1])
-            if whole < len(rows[-1]):
-                log.info("nvme: %s ends in an extent that a kill cut short", found.path)
-                hashes[-1], rows[-1] = hashes[-1][: whole * HASH_BYTES], rows[-1][:whole]
+        if last is not Last.AS_LISTED and rows:
+            good = _good_sync(fd, hashes[-1], rows[-1])
+            if last is Last.UNCUT:
+                good = np.arange(len(good)) <= np.flatnonzero(good).max(initial=-1)
+            if not good.all():
+                log.warning("nvme: %d blocks did not reach %s", int((~good).sum()), found.path)
+                hashes[-1] = np.frombuffer(hashes[-1], "V32")[good].tobytes()
+                rows[-1] = rows[-1][good]
                 found.sealed = True  # once it is not the last, nobody would prove it again
     finally:
         close_fd_sync(fd)
@@ -253,28 +269,22 @@ def _take_chain_sync(found: Found, header: SegmentHeader, prove: bool) -> None:
     found.rows = np.concatenate(rows) if rows else found.rows
 
 
-def _whole_sync(fd: int, hashes: bytes, rows: Rows) -> int:
-    """How many blocks of an extent a cut left whole: all up to the last that proves right.
-
-    The kernel takes a write from its beginning, so a kill cuts off the end; a bad block before a
-    good one is damage, and that is told when it is read. Nothing is cut where it cannot be read.
-    """
+def _good_sync(fd: int, hashes: bytes, rows: Rows) -> NDArray[np.bool_]:
+    """bool[n]: which blocks of an extent prove right; all of them where it cannot be read."""
     start = int(rows["offset"].min())
     end = int((rows["offset"] + rows["stored_bytes"]).max())
     try:
         data = memoryview(pread_exactly_sync(fd, end - start, start))
     except OSError as exc:
         log.warning("nvme: the last extent of a segment cannot be read at open: %s", exc)
-        return len(rows)
+        return np.ones(len(rows), np.bool_)
     records = records_of(hashes, rows)
     firsts = (rows["offset"] - start).tolist()
     payloads = [
         data[first : first + n]
         for first, n in zip(firsts, rows["stored_bytes"].tolist(), strict=True)
     ]
-    good = verify_sync(Keys(rows["group"].astype(np.uint16), hashes), records, payloads)
-    right = np.flatnonzero(good)
-    return int(right[-1]) + 1 if len(right) else 0
+    return verify_sync(Keys(rows["group"].astype(np.uint16), hashes), records, payloads)
 
 
 def records_of(hashes: bytes, rows: Rows) -> Records:

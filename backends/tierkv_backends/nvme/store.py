@@ -38,7 +38,7 @@ from tierkv_backends.nvme.format import (
 from tierkv_backends.nvme.lock import own_sync, root_lock_sync
 from tierkv_backends.nvme.options import Direct, EngineName, Options
 from tierkv_backends.nvme.quota import META_NAME, SNAPSHOT_NAME
-from tierkv_backends.nvme.recovery import Meta, Recovered, has_other_format_sync, recover_sync
+from tierkv_backends.nvme.recovery import Last, Meta, Recovered, has_other_format_sync, recover_sync
 from tierkv_backends.nvme.table import Segment
 
 log = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ def _open_owned_sync(
         replace_sync(directory / META_NAME, meta.pack(), durable=True)
     for stale in (*directory.glob("*.tmp"), *directory.glob("probe-*")):
         stale.unlink(missing_ok=True)
-    recovered = recover_sync(directory, meta, prove=True)
+    recovered = recover_sync(directory, meta, last=Last.PROVEN)
     mode = _probe_sync(options, directory, recovered)
     mode = replace(mode, alignment=max(mode.alignment, engine.alignment))
     (directory / SNAPSHOT_NAME).unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from tierkv.record import verify_sync
 from tierkv_backends.nvme.files import close_fd_sync, open_quiet_sync
 from tierkv_backends.nvme.lock import LOCK_NAME, owner_sync
 from tierkv_backends.nvme.quota import META_NAME, directories_sync, segment_paths_sync
-from tierkv_backends.nvme.recovery import Found, Meta, records_of, recover_sync
+from tierkv_backends.nvme.recovery import Found, Last, Meta, records_of, recover_sync
 
 _BATCH_BLOCKS: Final = 256
 
@@ -93,7 +93,7 @@ def _segments_sync(
             there = (directory / META_NAME).exists()
             skip(f"{META_NAME} {'has another format' if there else 'is missing'}")
             return []
-        recovered = recover_sync(directory, meta, prove=True)
+        recovered = recover_sync(directory, meta, last=Last.UNCUT)
     except OSError as exc:
         skip(f"{exc.strerror} ({exc.filename})")
         return []

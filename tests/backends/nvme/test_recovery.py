@@ -171,9 +171,10 @@ async def test_a_kill_in_an_extent_leaves_its_beginning_and_nothing_else(
             root = killed(root)
 
 
-async def test_a_flipped_byte_before_good_blocks_is_damage_and_not_a_cut(
-    tmp_path: Path, opened: Opened, killed: Killed, segments: Segments, proven: Any
+async def test_of_the_last_extent_before_a_kill_only_proven_blocks_are_served_and_damage_is_told(
+    tmp_path: Path, opened: Opened, killed: Killed, segments: Segments
 ) -> None:
+    """A block that is wrong before others that are right: not a kill's doing."""
     blocks = make_blocks(3, [4096])
     async with opened(tmp_path) as backend:
         await save(backend, blocks)
@@ -182,9 +183,13 @@ async def test_a_flipped_byte_before_good_blocks_is_damage_and_not_a_cut(
     with segment.open("r+b") as file:
         file.seek(2 * PAGE + 7)
         file.write(b"\xff\xfe\xfd")
+    backend = NvmeBackend.from_url(TierURL.parse(f"nvme://{root}"))
+    told = await backend.verify(lambda done, total: None)
+    assert [one.hash_hex for one in told.corrupt] == [next(iter(blocks))[1].hex()]
     async with opened(root) as backend:
-        assert (await backend.contains(Keys.of(blocks))).all()
-        assert await proven(backend, sizes(blocks)) == dict(list(blocks.items())[1:])
+        assert (await backend.contains(Keys.of(blocks))).tolist() == [False, True, True]
+        left = dict(list(blocks.items())[1:])
+        assert await load(backend, sizes(left)) == left
 
 
 async def test_a_header_that_was_written_in_part_ends_the_walk_there(
