@@ -158,9 +158,14 @@ class Flights:
     def _settle_save(self, flight: _Flight, *, tier_is_up: bool) -> None:
         books, index, rows = self._books, self._books.index, flight.rows
         if flight.copies_due:
-            # A rank ended the move without a copy: nothing in these slots may be promised.
+            # A rank ended the move without a copy: nothing in these slots may be promised. No tier
+            # was asked to write them, so that is no failure of one.
             flight.copies_due.clear()
-            self._quarantine(flight, rows[index.pinned[rows] == _FILLING])
+            empty = index.pinned[rows] == _FILLING
+            refused = rows[empty & flight.bad]
+            books.counters["declined_blocks"] += len(refused)
+            index.tier[refused[index.tier[refused] == _WRITING]] = Tier.ABSENT
+            self._quarantine(flight, rows[empty])
         stored = index.tier[rows] == _WRITING
         if flight.bad.any():
             failed = rows[stored & flight.bad]

@@ -90,15 +90,17 @@ def test_case_083_a_load_outlives_a_late_zeroing_and_is_reported_when_it_has_end
     assert [stub.page_bytes(1, b) for b in (31, 32)] == before[1]
 
 
-def test_saves_that_queue_up_too_long_are_declined_and_leave_nothing_behind() -> None:
-    stub = Later()
+@pytest.mark.parametrize("url", ["", "memory://"])
+def test_saves_that_queue_up_too_long_are_declined_and_leave_nothing_behind(url: str) -> None:
+    stub = Later(url=url)
     stub.worker._copier = Copier(stub.worker._host.memory, stub.device, backlog_bytes=1)
     for name, first in (("a1", 1), ("b1", 11)):
         made = request(name, 100)
         stub.scheduler.allocated(made, blocks((ids(first, 7),)), 0)
         stub.step({name: (100, (ids(first, 7),))})
     stats = stub.scheduler.ledger.stats()
-    assert stats["failed_save_blocks"] == 6
+    assert stats["declined_blocks"] == 6
+    assert stats["failed_save_blocks"] == 0, "no tier was asked"
     assert stats["leased_blocks"] == 6, "of the first alone"
     stub.device.finish()
     stub.step()
