@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from stub import Stub, request
+from stub import Stub, blocks, request
 
 from tierkv.books import Census
 from tierkv.connectors.vllm.stats import (
@@ -183,6 +183,27 @@ def test_the_end_of_the_last_move_is_reported_at_once(clock: Clock) -> None:
     assert report is not None
     assert report.data["stored_blocks"] == 6
     assert stats.collect(ledger) is None
+
+
+@pytest.mark.parametrize("from_ram", [True, False])
+def test_the_end_of_the_last_request_is_reported_at_once(clock: Clock, from_ram: bool) -> None:
+    stub = Stub()
+    side = stub.scheduler
+    stub.compute(request("a1", 100), (list(range(1, 8)),))
+    side.finished("a1")
+    assert side.stats() is not None
+    for name in ("a2", "a3") if from_ram else ("b2", "c3"):
+        made, table = request(name, 100), (list(range(21, 28)),)
+        tokens, _ = side.matched_tokens(made, 0)
+        side.allocated(made, blocks(table), tokens or 0)
+        stub.step({name: (1, table)})  # a load begins and ends in it
+        assert side.stats() is None
+        side.finished(name)
+        report = side.stats()
+        assert report is not None
+        assert report.data["lookups"] == 1
+        assert report.data["loaded_tokens"] == (96 if from_ram else 0)
+        assert side.stats() is None
 
 
 def test_a_census_in_slices_finds_what_a_look_at_everything_does(

@@ -314,6 +314,8 @@ class SchedulerSide:
         if self._ledger is not None:
             self._ledger.release(request_id)
             self._collect_commands()
+        if not self._requests:
+            self._stats.engine_rests()
 
     # One step ----------------------------------------------------------------------------
 
@@ -419,7 +421,10 @@ class SchedulerSide:
             self._collect_commands()
 
     def stats(self) -> TierKVStats | None:
-        """What changed since the last call, at most once a second; called after every step."""
+        """What changed since the last call; called after every step.
+
+        Once a second while the engine is busy, and at once when it comes to rest.
+        """
         self._steps.end()
         return None if self._ledger is None else self._stats.collect(self._ledger)
 

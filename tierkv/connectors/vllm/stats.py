@@ -62,7 +62,7 @@ COUNTERS: Final = {
     "stored_tokens": "tokens that these blocks cover, each group counted for itself",
     "stored_bytes": "bytes written to the storage tier",
     "failed_save_blocks": "blocks that the tier could not write",
-    "declined_blocks": "blocks not saved because there was no room",
+    "declined_blocks": "blocks not saved because there was no room for them, or for their copies",
     "skipped_blocks": "blocks not stored because no hit can read them",
     "skipped_tokens": "tokens that these blocks cover, each group counted for itself",
     "skipped_bytes": "bytes not stored because no hit can read them",
@@ -198,17 +198,25 @@ class LedgerStats:
         self._own: Counter[str] = Counter()
         self._reported: dict[str, int] = {}
         self._at = self._census_at = 0.0
-        self._was_busy = self._warned = False
+        self._was_busy = self._warned = self._due = False
         self._watch = Watch()
 
     def add(self, name: str, value: int) -> None:
         """Count something that the ledger does not."""
         self._own[name] += value
 
+    def engine_rests(self) -> None:
+        """The last request is gone: report next time, as there may be no step after that."""
+        self._due = True
+
     def collect(self, ledger: Ledger) -> TierKVStats | None:
-        """Differences since the last report, every `INTERVAL_S` and when the last move ends."""
+        """Differences since the last report.
+
+        Every `INTERVAL_S`, and when the last move or the last request ends.
+        """
         busy = ledger.moves_in_flight > 0
-        came_to_rest, self._was_busy = self._was_busy and not busy, busy
+        came_to_rest = self._due or (self._was_busy and not busy)
+        self._was_busy, self._due = busy, False
         now = time.monotonic()
         self._watch.look(ledger)
         if (now >= self._census_at or came_to_rest) and ledger.census.advance():
