@@ -152,7 +152,7 @@ def test_a_request_whose_load_failed_computes_until_it_is_preempted() -> None:
     stub.step()
     stub.storage.outcomes.clear()
     assert stub.scheduler.matched_tokens(made, 0) == (0, False)
-    made.num_preemptions += 1
+    stub.step({"a2": (32, (OTHER,))})  # it runs; asked about again, it was preempted
     assert stub.scheduler.matched_tokens(made, 0) == (96, True)
     stub.scheduler.finished("a2")
     assert stub.scheduler.matched_tokens(request("a2", 100), 0) == (96, True)  # the name again
