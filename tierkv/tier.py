@@ -62,7 +62,7 @@ class Tier:
     async def open(
         self,
         retire: Callable[[Keys], Awaitable[None]],
-        worth: Callable[[Keys], Awaitable[NDArray[np.bool_]]],
+        worth: Callable[[Keys], Awaitable[NDArray[np.bool_]]] | None = None,
         *,
         clear: bool,
     ) -> Keys:

@@ -93,6 +93,7 @@ async def main(url: str, acks: int, countdown: Countdown) -> None:
             outcomes = await save(backend, batch(number))
             if Outcome.DECLINED not in outcomes.values():
                 break
+            await asyncio.sleep(0.01)
         if set(outcomes.values()) == {Outcome.DONE}:
             tell(f"+ {number}")
     await backend.close()
