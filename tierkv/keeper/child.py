@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -129,9 +130,11 @@ class Keeper(asyncio.Protocol):
         self._mover = mover
         self.send(("stats", mover.stats()))
         self._emit(recovered)
+        del recovered
         early, self._early = self._early, []
         for message in early:
             self._command(mover, message)
+        await asyncio.to_thread(_trim_heap_sync)
 
     async def _close(self, mover: Mover, deadline_s: float) -> None:
         clean = await mover.close(deadline_s=deadline_s)
@@ -176,3 +179,13 @@ class Keeper(asyncio.Protocol):
         if not task.cancelled() and (exc := task.exception()) is not None:
             self.send(("error", type(exc).__name__, f"{type(exc).__name__}: {exc}"))
             self._end()
+
+
+def _trim_heap_sync() -> None:
+    """Give the system back what reading a store's index took and the C library holds on to.
+
+    Of a million blocks that is 80 MB (`bench.restart`). Only glibc has the call.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
