@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from tierkv.errors import LayoutError
 
 
@@ -176,7 +178,8 @@ class Layout:
         object.__setattr__(self, "hash_block_tokens", unit)
         object.__setattr__(self, "alignment_tokens", alignment)
         object.__setattr__(self, "_by_name", {n: i for i, n in enumerate(names)})
-        object.__setattr__(self, "_hash", hash((groups, unit, alignment)))
+        text = repr((groups, unit, alignment)).encode()
+        object.__setattr__(self, "_hash", xxhash.xxh3_64_intdigest(text) >> 4)
 
     def __hash__(self) -> int:
         # Worked out once: what is cached for a layout is asked for many times in every step.

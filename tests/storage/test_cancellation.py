@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import itertools
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ async def works(desk: Desk) -> None:
 
 @pytest.mark.every_loop
 async def test_moves_that_are_cut_short_leave_nothing_behind(tmp_path: Path) -> None:
-    before = descriptors()
+    before, others = descriptors(), threading.enumerate()
     desk = Desk(tmp_path, random.Random(4))
     while desk.cut < CUTS:
         timeout_s = desk.rng.choice((0.001, 30.0, 30.0))
@@ -214,7 +215,7 @@ async def test_moves_that_are_cut_short_leave_nothing_behind(tmp_path: Path) -> 
     gc.collect()  # cancelled tasks and their frames are rings that refer to the arena
     left = descriptors()
     assert [left[n] for n in left.keys() - before.keys()] == []
-    assert threads_left() == []
+    assert threads_left(others) == []
 
 
 async def test_an_open_cancelled_at_its_last_question_leaves_the_tier_closed(

@@ -186,9 +186,9 @@ async def test_a_checksum_thread_that_still_reads_keeps_the_slots(
     gate = threading.Event()
     right = getattr(record, step)
 
-    def late(*args: Any) -> Any:
+    def late(*args: Any, **more: Any) -> Any:
         assert gate.wait(30)
-        return right(*args)
+        return right(*args, **more)
 
     monkeypatch.setattr(record, step, late)
     kind = SAVE if step == "seal_sync" else LOAD

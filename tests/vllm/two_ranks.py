@@ -56,7 +56,7 @@ def slow_down_rank_1(_worker: object, seconds: float, patience: float) -> None:
         return
     side._options = dataclasses.replace(side._options, load_timeout_s=patience)
     poll: Any = getattr(side.storage.poll, "prompt", side.storage.poll)
-    held: deque[tuple[float, Any]] = deque()
+    held: deque[tuple[float, Any]] = getattr(side.storage.poll, "held", deque())
 
     def late() -> list[Any]:
         held.extend((time.monotonic() + seconds, event) for event in poll())
@@ -66,6 +66,7 @@ def slow_down_rank_1(_worker: object, seconds: float, patience: float) -> None:
         return heard
 
     late.prompt = poll  # type: ignore[attr-defined]
+    late.held = held  # type: ignore[attr-defined]
     side.storage.poll = late
 
 

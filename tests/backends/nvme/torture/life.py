@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from tests.backends.nvme.torture.homes import Home
@@ -227,9 +227,9 @@ def descriptors() -> dict[str, str]:
     return found
 
 
-def threads_left() -> list[str]:
-    """Threads of a store that do not end."""
-    ours = [t for t in threading.enumerate() if t.name.startswith("tierkv")]
+def threads_left(others: Collection[threading.Thread] = ()) -> list[str]:
+    """Threads of a store that do not end. others: were there before, by another test."""
+    ours = [t for t in threading.enumerate() if t.name.startswith("tierkv") and t not in others]
     for thread in ours:
         thread.join(10)
     return [t.name for t in ours if t.is_alive()]
