@@ -157,7 +157,7 @@ class PortEngine(Engine):
 
     @property
     def room_bytes(self) -> int:
-        return super().room_bytes + 5 * self._segment_bytes
+        return super().room_bytes + 8 * self._segment_bytes
 
     @property
     def _config(self) -> StorageConfig:
@@ -304,7 +304,7 @@ class ThreadedEngine(Engine):
 
 
 class RawEngine(ThreadedEngine):
-    """The device's limit: 8 MiB vectored direct I/O on one preallocated file, and nothing else.
+    """The device's limit: 16 MiB vectored direct I/O on one preallocated file, and nothing else.
 
     A vector per block, as `nvme` needs. Blocks lie where their slot says; sets take turns in as
     much of the file as the other engines may fill, so that nothing is read from a small hot area.

@@ -11,7 +11,7 @@ that space is used again from then on, as it is in a store that has run for a wh
 Engines: ``tierkv`` (in process), ``tierkv-nosum`` (without checksums, to see what they cost),
 ``tierkv-keeper`` (in a process of its own), ``files`` and ``aiofiles`` (a file per block, renamed
 into place), ``vllm-fs`` (vLLM's own tier; run this with the interpreter that has vLLM), ``raw``
-(the disk's limit for 8 MiB vectored direct I/O), ``raw-2m`` (the same in calls of 2 MiB). Buffered
+(the disk's limit for 16 MiB vectored direct I/O), ``raw-2m`` (the same in calls of 2 MiB). Buffered
 engines are synced inside the clock.
 
 ``--block-bytes`` and ``--jobs`` take lists and are swept. ``--gil-load`` adds a thread that spins
